@@ -997,13 +997,10 @@ Piece = tuple[list[Span], str]  # what one row found: where it stands, and what 
 
 
 class Lift(NamedTuple):
-    """Something that a client writes into its system prompt and that varies.
-
-    A row counts only where it finds one piece outside of fences, or one that fills its fence: a
-    second one is an example, or a text about the first."""
+    """Something that a client writes into its system prompt and that varies. A row counts only
+    where it finds one piece outside of fences, or one that fills its fence."""
 
     label: str  # a short name that stays the same: who writes it, and what it is
-    marker: str  # must be in the text before anything is looked for
     find: Callable[[str], Iterable[Piece]]
     fenced: bool = False  # counts inside of fences, too
 
@@ -1038,10 +1035,10 @@ def lines(label: str, marker: str, pattern: str) -> Lift:
         while (at := text.find(marker, at)) >= 0:
             match = compiled.match(text, text.rfind("\n", 0, at) + 1)
             if match:
-                yield ([match.span()], match.group().strip())
+                yield [match.span()], match[0].strip()
             at = match.end() if match else text.find("\n", at) + 1 or len(text)
 
-    return Lift(label, marker, find)
+    return Lift(label, find)
 
 
 def inbound_member(name: str) -> Lift:
@@ -1050,44 +1047,30 @@ def inbound_member(name: str) -> Lift:
 
     def find(text: str) -> Iterator[Piece]:
         for span in inbound_members(text, pattern):
-            yield ([span], text[slice(*span)].strip(" \t\r\n,"))
+            yield [span], text[slice(*span)].strip(" \t\r\n,")
 
-    return Lift(f"OpenClaw: {name}", "openclaw.inbound_meta.", find, fenced=True)
+    return Lift(f"OpenClaw: {name}", find, fenced=True)
 
 
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
-GIT_PARTS = {  # of a snapshot of git, in any order; empty lines may stand between them
-    "title": r"gitStatus: [^\n]*",
-    "branch": r"(?:- )?Current branch: [^\n]*",
-    "short branch": r"- Branch: [^\n]*",
-    "main": r"(?:- )?Main branch [^\n]*",
-    "user": r"Git user: [^\n]*",
-    "status": rf"(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*",
-    "commits": r"(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+",
-}
+_GIT = (  # parts of a snapshot of git
+    r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
+    rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
+    r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
+)
+GIT_SNAPSHOT = re.compile(rf"^{_GIT}(?:\n+{_GIT})*\n?", re.MULTILINE)
 
 
-def git_snapshot(label: str, marker: str, first: str, needed: str, **other: str) -> Lift:
-    """A row for a snapshot of git that begins with a part in `first` and has those that are needed;
-    `other` are parts that this client writes in another way."""
-    parts = {name: re.compile(pattern) for name, pattern in {**GIT_PARTS, **other}.items()}
-    begins = "|".join(parts[name].pattern for name in first.split(", "))
-    begin = re.compile(rf"^(?={begins})", re.MULTILINE)
+def git_snapshot(label: str, *needed: str) -> Lift:
+    """A row for a snapshot of git that has the parts that are needed."""
 
     def find(text: str) -> Iterator[Piece]:
-        end = 0
-        while opening := begin.search(text, end):
-            start = at = opening.start()
-            left = dict(parts)
-            while part := next(filter(None, (left[name].match(text, at) for name in left)), None):
-                left = {name: one for name, one in left.items() if one is not part.re}
-                end = at = part.end()
-                while text.startswith("\n", at):
-                    at += 1
-            if left.keys().isdisjoint(needed.split(", ")):
-                yield ([(start, end + text.startswith("\n", end))], text[start:end].strip())
+        if all(part in text for part in needed):
+            for match in GIT_SNAPSHOT.finditer(text):
+                if all(part in match[0] for part in needed):
+                    yield [match.span()], match[0].strip()
 
-    return Lift(label, marker, find)
+    return Lift(label, find)
 
 
 LIFTS = (
@@ -1098,8 +1081,8 @@ LIFTS = (
           r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+"),
     inbound_member("sender_id"),
     inbound_member("flags"),
-    git_snapshot("Claude Code: git status", "gitStatus", "title", "title",
-                 status=r"Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*"),
+    lines("Claude Code: git status", "gitStatus: ",
+          rf"gitStatus: [^\n]*(?:\n+(?:Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*|{_GIT}))*"),
     lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
           rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?"),
     lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
@@ -1108,9 +1091,8 @@ LIFTS = (
           r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*"),
     lines("Continue: git status", "gitStatus",
           r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>'),
-    git_snapshot("Vibe, hermes: git status", "Recent commits:",
-                 "branch, short branch, main, status, commits", "commits"),
-    git_snapshot("Crush: git status", "Current branch: ", "branch", "branch, status"),
+    git_snapshot("Vibe, hermes: git status", "Recent commits:"),
+    git_snapshot("Crush: git status", "Current branch: ", "tatus:"),
     lines("hermes: Conversation started", "Conversation started: ",
           rf"Conversation started: {_MOMENT}"),
     lines("OpenHands: current time", "<CURRENT_DATETIME>",
@@ -1134,23 +1116,22 @@ def own_lift(pattern: str) -> Lift:
         spans: list[Span] = []
         done = 0  # all up to here is in `spans`, or not touched
         for match in compiled.finditer(text):
-            if match.group() and match.end() > done:
+            if match[0] and match.end() > done:
                 start = text.rfind("\n", done, max(done, match.start())) + 1 or done
                 done = text.find("\n", match.end() - 1) + 1 or len(text)
                 spans.append((start, done))
         if found := "".join(text[start:end] for start, end in spans).strip():
-            yield (spans, found)
+            yield spans, found
 
-    return Lift(f"LIFT_REGEX: {pattern}", "", find, fenced=True)
+    return Lift(f"LIFT_REGEX: {pattern}", find, fenced=True)
 
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
 
 
-def fences(text: str) -> list[Span]:
-    """The insides of a text's fenced blocks. One that is never closed is none: most likely its
-    opening is the end of one that held another."""
-    found: list[Span] = []
+def fences(text: str) -> list[tuple[int, int, int]]:
+    """Where a text's fenced blocks begin and end, and how many characters each holds."""
+    found: list[tuple[int, int, int]] = []
     opening: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
         mark, more = fence.groups()
@@ -1158,26 +1139,22 @@ def fences(text: str) -> list[Span]:
             if "`" not in more:  # else it is code inside of a line
                 opening = fence
         elif mark.startswith(opening[1]) and not more.strip():
-            found.append((opening.end(), fence.start()))
+            start, end = opening.end(), fence.start()
+            found.append((start, end, len(text[start:end].strip())))
             opening = None
     return found
 
 
 def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Those pieces that do not stand in a fence together with other text."""
-    inside: list[Span] | None = None
-    tried = -1  # the newest fence that was looked at: no second piece of it can fill it
-    for piece in pieces:
+    inside: list[tuple[int, int, int]] | None = None
+    for spans, said in pieces:
         if inside is None:
             inside = fences(text)
-        start = piece[0][0][0]
-        at = bisect.bisect_right(inside, start, key=lambda fence: fence[1])
-        if at == len(inside) or inside[at][0] > start:
-            yield piece
-        elif at > tried:
-            tried = at
-            if text[slice(*inside[at])].strip() == piece[1]:
-                yield piece
+        at = bisect.bisect_right(inside, spans[0][0], key=lambda fence: fence[1])
+        start, _, size = inside[at] if at < len(inside) else (len(text), 0, 0)
+        if spans[0][0] < start or len(said) == size:
+            yield spans, said
 
 
 Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
@@ -1186,11 +1163,8 @@ Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the la
 def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
     """A system text without its volatile parts, and those parts."""
     found: list[Lifted] = []
-    present = {marker: marker in text for marker in {row.marker for row in rows}}
     for row in rows:
-        pieces = row.find(text) if present[row.marker] else ()
-        if not row.fenced:
-            pieces = counting(text, pieces)
+        pieces = row.find(text) if row.fenced else counting(text, row.find(text))
         some = list(itertools.islice(pieces, 2))
         if len(some) == 1:
             spans, said = some[0]
@@ -1201,7 +1175,7 @@ def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
 
 # --- what was seen to vary ------------------------------------------------------------------------
 
-ATOM = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # a sentence of a line, or what is left of the line
+SENTENCE = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # of a line, or what is left of the line
 SURE = re.compile(  # values that vary by themselves
     rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
     r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
@@ -1214,26 +1188,23 @@ LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status,
     r"|(?=[a-f]*\d)[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
 LEARNED = "learned: "  # begins the labels of what was seen to vary
-BLOCK = LEARNED + "block "
 LEARNED_SHAPES = 64
 LEARNED_BLOCK = 4096  # characters
 LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
 
 
 class Shape(NamedTuple):
-    """Something in system prompts that was seen to vary: a sentence or line of this form (values
-    are `#`), or else whatever stands between two texts that stay."""
+    """What was seen to vary: a sentence or line of this form (values are `#`), or else whatever
+    stands between two lines."""
 
     form: str = ""
     after: str = ""
     before: str = ""
 
     def name(self) -> str:
-        return (
-            f"{LEARNED}{self.form.strip()}"
-            if self.form
-            else f"{BLOCK}between {self.after!r} and {self.before!r}"
-        )
+        if self.form:
+            return f"{LEARNED}{self.form.strip()}"
+        return f"{LEARNED}block between {self.after!r} and {self.before!r}"
 
     def pattern(self) -> str:
         """A LIFT_REGEX for it."""
@@ -1242,52 +1213,38 @@ class Shape(NamedTuple):
         return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
 
     def row(self) -> Lift:
-        marker = max(self.form.split("#"), key=len) if self.form else self.after
-        return Lift(self.name(), marker, self.said if self.form else self.block)
+        return Lift(self.name(), self.said if self.form else self.block)
 
     def said(self, text: str) -> Iterator[Piece]:
-        """The lines of this form, or the sentences at the beginning or the end of a line."""
+        """The lines and sentences of this form."""
         marker, at = max(self.form.split("#"), key=len), 0
         for _ in range(8):
             if (at := text.find(marker, at)) < 0:
                 return
-            start = text.rfind("\n", 0, at) + 1
-            end = text.find("\n", at) + 1 or len(text)
-            line = text[start:end].rstrip("\n")
-            first = ATOM.match(line)
-            last = max(line.rfind(f"{mark} ") for mark in ".!?") + 1
-            if first is not None and len(line) <= LEARNED_BLOCK and form_of(line) == self.form:
-                yield [(start, end)], line.strip()
-            elif first is not None and form_of(first[0][:LEARNED_BLOCK]) == self.form:
-                yield [(start, start + first.end() + 1)], first[0]
-            elif form_of(line[last:][:LEARNED_BLOCK]) == self.form:
-                yield [(start + last, start + len(line))], line[last:].strip()
-            at = end
+            start, at = text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1 or len(text)
+            line = text[start:at].rstrip("\n")
+            if len(line) > LEARNED_BLOCK:
+                continue
+            if form_of(line) == self.form:
+                yield [(start, at)], line.strip()
+                continue
+            for one in SENTENCE.finditer(line):
+                if form_of(one[0]) == self.form:
+                    space = one.start() == 0  # the others begin with theirs
+                    yield [(start + one.start(), start + one.end() + space)], one[0].strip()
 
     def block(self, text: str) -> Iterator[Piece]:
-        """The lines between the two, which have to stand there once; it is told behind the line in
-        front of it."""
-        start = line_end(text, self.after)
-        if start < 0 or line_end(text, self.after, start) >= 0:
+        """The lines between the two, if those stand there once; told behind the one in front."""
+        padded = f"\n{text}\n"  # so that each line has a newline at both ends
+        if padded.count(f"\n{self.after}\n") != 1:
             return
-        end = line_end(text, self.before, start) - len(self.before) if self.before else len(text)
+        start = padded.index(f"\n{self.after}\n") + len(self.after) + 1
+        end = padded.find(f"\n{self.before}\n", start) if self.before else len(text)
         block = text[start:end].strip("\n")
-        if end < start or not block.strip() or end - start > LEARNED_BLOCK:
+        if end < 0 or not block.strip() or end - start > LEARNED_BLOCK:
             return
-        start += text.startswith("\n", start)
         heading = self.after.strip() if len(self.after) <= 120 else ""
         yield [(start, end)], f"{heading}\n{block}".strip("\n")
-
-
-def line_end(text: str, line: str, start: int = 0) -> int:
-    """Where a line of a text ends, without its newline; -1 if there is no such line."""
-    at = start
-    while (at := text.find(line, at)) >= 0:
-        end = at + len(line)
-        if text[max(0, at - 1) : at] in ("", "\n") and text[end : end + 1] in ("", "\n"):
-            return end
-        at = end
-    return -1
 
 
 def lines_of(text: str) -> list[str]:
@@ -1306,48 +1263,33 @@ def form_of(text: str) -> str:
 
 
 def changed_form(old: str, new: str) -> str:
-    """The form of the one sentence in which two lines of one form differ, if it is the first or the
-    last; else of the line."""
-    others, atoms = ATOM.findall(old), ATOM.findall(new)
-    pairs = enumerate(zip(others, atoms, strict=False))
-    differ = [at for at, (other, atom) in pairs if other != atom]
-    if len(others) == len(atoms) and differ in ([0], [len(atoms) - 1]):
-        return form_of(atoms[differ[0]])
+    """The form of the one sentence in which two lines of one form differ, else of the line."""
+    before, after = SENTENCE.findall(old), SENTENCE.findall(new)
+    if len(before) == len(after):
+        differ = [new for old, new in zip(before, after, strict=True) if old != new]
+        if len(differ) == 1:
+            return form_of(differ[0])
     return form_of(new)
 
 
-class Change(NamedTuple):
-    """Where two system texts differ between two lines that stand once in both."""
-
-    after: str
-    before: str
-    gone: list[str]
-    new: list[str]
-
-    def size(self) -> int:
-        """What it counts for: in characters, but many small changes are as much as a large one."""
-        return 500 + sum(map(len, self.gone)) + sum(map(len, self.new))
+Change = tuple[int, int, list[str]]  # from and to which line of a text, and what stood there before
 
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
-    """What differs between two texts, given as lines. Linear in their number."""
-    counts = collections.Counter(old)
-    places = {line: at for at, line in enumerate(old) if counts[line] == 1}
-    counts = collections.Counter(new)
-    stays = [(line, at) for at, line in enumerate(new) if counts[line] == 1 and line in places]
-    after, left, right = "", -1, -1  # the last one that stays, and its places in both
-    for line, at in [*stays, ("", len(new))]:
-        place = places.get(line, len(old))
-        if place <= left:
-            continue  # moved
-        if old[left + 1 : place] != new[right + 1 : at]:
-            yield Change(after, line, old[left + 1 : place], new[right + 1 : at])
-        after, left, right = line, place, at
+    """Where two texts differ, given as lines, between lines that stand once in both. Linear."""
+    counts, others = collections.Counter(new), collections.Counter(old)
+    places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
+    left = right = -1  # the places of the last line that stays
+    for at, line in enumerate([*new, ""]):
+        place = places.get(line, -1) if at < len(new) else len(old)
+        if place > left:  # else it is new, or has moved
+            if old[left + 1 : place] != new[right + 1 : at]:
+                yield right + 1, at, old[left + 1 : place]
+            left, right = place, at
 
 
 class Learner:
-    """Finds what varies in system prompts by comparing each new one with the closest before it.
-    Safe to use from many threads."""
+    """Finds what varies in system prompts by comparing each with the closest before it."""
 
     def __init__(self, rows: tuple[Lift, ...]) -> None:
         self.table = self.rows = rows
@@ -1374,65 +1316,58 @@ class Learner:
                     self.news.append(shape)
             self.rows = self.table + tuple(shape.row() for shape in self.shapes)
 
-    def read(self, rest: str) -> bool:
-        """Compare a system text, after all lifts, with the closest one before it, and learn what
-        varies; whether something was learned."""
+    def read(self, rest: str) -> None:
+        """Learn what varies between a system text, after all lifts, and the closest before it."""
         if rest in self.texts or len(rest) > LEARNED_TEXT:
-            return False
-        mine = lines_of(rest)
-        apart = set(mine)
-        others = list(self.texts.values())
-        closest = max(others, key=lambda lines: len(apart.intersection(lines)), default=[])
-        apart.difference_update(closest)
-        alike = 2 * len(apart) <= len(mine)
+            return
+        mine, others = lines_of(rest), list(self.texts.values())
+        own = set(mine)
+        closest = max(others, key=lambda lines: len(own.intersection(lines)), default=[])
+        alike = 2 * len(own.difference(closest)) <= len(mine)
         if not alike and len(rest) <= LEARNED_BLOCK:
             alike = list(map(form_of, mine)) == list(map(form_of, closest))
-        found: list[Shape] = []
         differing = list(changes(closest, mine)) if closest and alike else []
-        if sum(change.size() for change in differing) <= 4 * LEARNED_BLOCK:
-            for change in differing:
-                shapes = self.judge(change, mine)
-                found += [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
-        known = list(self.texts)
+        # Many small changes are as much as a large one.
+        sizes = [500 + sum(map(len, gone + mine[at:end])) for at, end, gone in differing]
+        if sum(sizes) > 4 * LEARNED_BLOCK:
+            differing = []
+        shapes = [shape for change in differing for shape in self.judge(mine, *change)]
+        found = [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
+        known = [*self.texts, rest]
         if found:
             self.add(found)
             more = [shape.row() for shape in found if shape in self.shapes]
-            known = [lift_text(old, more)[0] for old in known]  # it differs no more
-            rest = lift_text(rest, more)[0]
-        kept = [*known, rest][-16:]
-        self.texts = {one: self.texts.get(one) or lines_of(one) for one in kept}
-        return bool(found)
+            known = [lift_text(text, more)[0] for text in known]  # they differ no more
+        self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
 
-    def judge(self, change: Change, lines: list[str]) -> list[Shape]:
-        """What of a change varies, as far as one can know by now: values that vary by themselves,
-        and listings, at once; numbers, and blocks of any kind, when they had three values."""
-        if len(change.gone) == len(change.new):
-            pairs = [one for one in zip(change.gone, change.new, strict=True) if one[0] != one[1]]
-            if all(form_of(old) == form_of(new) for old, new in pairs):
-                sure = any(sure_form(old) == sure_form(new) for old, new in pairs)
-                forms = [changed_form(old, new) for old, new in pairs]
-                if all(re.search(r"[^\W\d_]{3}", form) for form in forms):
-                    named = zip(forms, pairs, strict=True)
-                    return [Shape(form) for form, pair in named if sure or self.varies(form, *pair)]
-                place = self.borders(change, lines)
-                return [place] if place and (sure or self.varies(place, *pairs[0])) else []
-        place = self.borders(change, lines)
-        sure = any(map(LISTED.match, [*change.gone, *change.new]))
-        varies = place and self.varies(place, tuple(change.gone), tuple(change.new))
-        return [place] if place and (sure or varies) else []
+    def judge(self, lines: list[str], at: int, end: int, gone: list[str]) -> list[Shape]:
+        """What of a change varies: values that do by themselves, and listings, are known at once;
+        numbers, and blocks of any kind, when they had three values."""
+        new = lines[at:end]
+        pairs: list[tuple[str, str]] = []
+        if len(gone) == len(new):
+            pairs = [one for one in zip(gone, new, strict=True) if one[0] != one[1]]
+        if pairs and all(form_of(old) == form_of(now) for old, now in pairs):
+            sure = any(sure_form(old) == sure_form(now) for old, now in pairs)
+            shapes = [Shape(changed_form(*pair)) for pair in pairs]
+            if all(re.search(r"[^\W\d_]{3}", shape.form) for shape in shapes):
+                named = zip(shapes, pairs, strict=True)
+                return [shape for shape, pair in named if sure or self.varies(shape, *pair)]
+        else:
+            sure = any(map(LISTED.match, gone + new))
+        place = self.borders(lines, at - 1, end)
+        varies = place and (sure or self.varies(place, tuple(gone), tuple(new)))
+        return [place] if place and varies else []
 
-    def varies(self, key: Any, old: Any, new: Any) -> bool:
+    def varies(self, shape: Shape, old: Any, new: Any) -> bool:
         """Whether something had three values by now: two may be two modes of a client."""
-        values = self.seen.get(key, frozenset()) | {hash(old), hash(new)}
-        remember(self.seen, key, values)
+        values = self.seen.get(shape, frozenset()) | {hash(old), hash(new)}
+        remember(self.seen, shape, values)
         return len(values) > 2
 
-    def borders(self, change: Change, lines: list[str]) -> Shape | None:
-        """The block that a change is in: between two lines that stand once, outside of a listing.
-        None if that is larger than a block may be."""
+    def borders(self, lines: list[str], start: int, end: int) -> Shape | None:
+        """The block that a change is in, between two lines that stand once and list nothing."""
         counts = collections.Counter(lines)
-        start = lines.index(change.after) if change.after else -1
-        end = lines.index(change.before) if change.before else len(lines)
         while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
             start -= 1
         while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
@@ -1443,44 +1378,39 @@ class Learner:
 
 
 class Lifter:
-    """Cuts volatile texts out of system prompts: what the table and the user name, and what was
-    seen to vary. Safe to use from many threads."""
+    """Cuts volatile texts out of system prompts: by the table, by LIFT_REGEX, by what it learns."""
 
     def __init__(self, config: Config) -> None:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
         self.learns = config.lift and config.learn
-        self.known: dict[Any, tuple[Any, tuple[str, list[Lifted]]]] = {}
+        self.known: dict[Any, tuple[str, list[Lifted]]] = {}
         self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see cut_all()
 
     def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
         """lift_text() with a memory: conversations share their system prompts."""
-        known = self.known.get((text, id(rows)))
-        if known is None or known[0] is not rows:
-            known = rows, lift_text(text, rows)
+        known = self.known.get((text, rows))
+        if known is None:
+            known = lift_text(text, rows)
             if len(text) <= 1 << 17:
-                remember(self.known, (text, id(rows)), known, 16)
-        return known[1]
+                remember(self.known, (text, rows), known, 16)
+        return known
 
     def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
-        """The system texts of a conversation, each cut. While its old rows lead to the prompt that
-        was sent before, a running conversation keeps those that it began with; else it is read
-        anew anyway, and gets all that was learned, also from these very texts."""
+        """The system texts of a conversation, each cut. It keeps the rows that it began with while
+        they lead to the prompt that was sent before; else it is read anew anyway."""
         rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
         cut = [self.cut(text, rows) for text in texts]
-        if not self.learns or sent == hash(tuple([rest for rest, _ in cut])):
-            return cut
-        if rows is not self.learner.rows:
-            cut = [self.cut(text, self.learner.rows) for text in texts]
-        if any([self.learner.read(rest) for rest, _ in cut]):  # noqa: C419 - each of them is read
-            cut = [self.cut(text, self.learner.rows) for text in texts]
-        left = hash(tuple([rest for rest, _ in cut]))
-        remember(self.begun, conversation, (self.learner.rows, left))
+        if self.learns and sent != hash(tuple([rest for rest, _ in cut])):
+            for text in texts:
+                self.learner.read(self.cut(text, self.learner.rows)[0])
+            rows = self.learner.rows
+            cut = [self.cut(text, rows) for text in texts]
+            remember(self.begun, conversation, (rows, hash(tuple([rest for rest, _ in cut]))))
         return cut
 
     def lift(self, view: View, conversation: int) -> list[Lifted]:
-        """Cut volatile texts out of the system prompt, in place, and return them, where it pays.
-        `conversation`: a hash of the client and the first user's words."""
+        """Cut volatile texts out of the system prompt, in place, and return them, where it pays."""
         if not pays(view):
             return []
         turns = [turn for turn in view.system() if turn.slots()]
@@ -1521,8 +1451,9 @@ MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw 
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
 UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
-PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # labels of lifted text
-ALIKE = 1000  # characters of user turns that no two conversations have in common by chance
+REWRITTEN = "first "  # begins the labels of those
+PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
+ALIKE = 1000  # characters that no two conversations begin with by chance
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
 SAME_PLACE = 64  # lines that are remembered for one place in a history
 MOST_COMPARED = 256  # records that are held against a request
@@ -1533,8 +1464,7 @@ Decoration = tuple[str, str]  # kind, text
 
 
 def undress(text: str) -> tuple[list[Decoration], str]:
-    """The decorations at both ends of a user text, and what stands between them. Raises
-    Unreadable."""
+    """The decorations at both ends of a user text, and what stands between them."""
     leads = lead(text)
     found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
     start = leads[-1].end if leads else 0
@@ -1557,86 +1487,53 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 # time. It counts as a part of the text everywhere but where a client takes it out of its history,
 # or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
-TAG = re.compile(r"<([A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>")
-END_TAG = re.compile(r"</([A-Za-z][\w.:-]{1,60})>\Z")
-LABEL = re.compile(r"\[([^\[\]\n]{2,200})\](?=\n|\Z)")
-TIME_LABEL = re.compile(rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)")
-JSON_LABEL = re.compile(r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])")
-LABELLED = re.compile(r"(?:[A-Z][\w .,&/()-]{1,40}: [^\n]{1,200}(?:\n|\Z)){1,20}(?=\n|\Z)")
-ANY_TIME = re.compile(_CLOCK)
+_LABEL = r"\[[^\[\]\n]{2,200}\]"
+_TIME_LABEL = rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\]"
+_NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
+_TIMED_LINES = (
+    rf"{_NAMED}(?=[^\n]{{0,120}}?(?:{_CLOCK}))[^\n]{{1,200}}(?:\n{_NAMED}[^\n]{{1,200}}){{0,19}}"
+)
+PROGRAMS = (  # how a block begins, and how it ends
+    (r"<(?P<tag>[A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>", "</(?P=tag)>"),
+    (r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])", r"\n```"),
+    (r"\[(?P<label>[\w -]{2,60})(?:[^\w\[\]\n -][^\[\]\n]{0,200})?\]\n", r"\n\[/(?P=label)\]"),
+)
+PROGRAM_LEAD = re.compile("|".join((
+    *(rf"{opening}(?s:.{{0,{PROGRAM_BLOCK}}}?){closing}" for opening, closing in PROGRAMS),
+    rf"{_TIMED_LINES}(?=\n\n|\Z)",
+    rf"{_TIME_LABEL}(?=[ \n]|\Z)",
+    r"\[[^\[\]\n]{1,100}: [^\[\]\n]{1,100}\](?=\n|\Z)",
+    rf"{_LABEL}\n(?s:.{{0,{PROGRAM_BLOCK}}}?)(?=\n\n)",
+)))  # fmt: skip
+PROGRAM_TAIL = re.compile("|".join((
+    *(rf"{opening}(?s:.*){closing}\Z" for opening, closing in PROGRAMS),
+    rf"{_LABEL}\n\{{(?s:.*)\}}\Z",
+    rf"{_TIME_LABEL}\Z",
+    rf"(?<=\n\n)(?:{_TIMED_LINES}|{_LABEL}(?:\n[^\n]+)*)\Z",
+)))  # fmt: skip
+TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)|(?<=\n)\n(?=[A-Z])")
 
 
-def program_lead(text: str, at: int) -> int:
-    """Where a block that a program may have written at text[at] ends; `at` if there is none."""
-    room = at + PROGRAM_BLOCK
-    if tag := TAG.match(text, at):
-        end = text.find(f"</{tag[1]}>", tag.end(), room) + len(tag[1]) + 3
-        return end if end > tag.end() and text[end : end + 1] in ("", " ", "\n") else at
-    if label := JSON_LABEL.match(text, at):
-        end = text.find("\n```", label.end(), room)
-        return end + 4 if end >= 0 and text[end + 4 : end + 5] in ("", "\n") else at
-    if (lines := LABELLED.match(text, at)) and ANY_TIME.search(lines[0]):
-        return lines.end()
-    label = LABEL.match(text, at)
-    if label:
-        end = text.find("\n[/", label.end(), room)
-        close = text.find("]", end, room) if end >= 0 else -1
-        if close >= 0 and label[1].startswith(text[end + 3 : close]):
-            return close + 1
-    if time := TIME_LABEL.match(text, at):
-        return time.end()
-    if label and ": " not in label[1]:
-        return max(at, text.find("\n\n", label.end(), room))
-    return label.end() if label else at
-
-
-def program_tail(text: str, start: int, end: int) -> int:
-    """Where a block that a program may have written at the end of text[start:end] begins; `end` if
-    there is none."""
-    room = max(start, end - PROGRAM_BLOCK)
-    at = -1
-    if tag := END_TAG.search(text, max(start, end - 70), end):
-        at = text.rfind(f"\n<{tag[1]}", room, tag.start())
-    elif text.endswith("}", start, end):
-        at = text.rfind("\n[", room, end)
-        label = LABEL.match(text, at + 1)
-        at = at if label and text.startswith("\n{", label.end()) else -1
-    elif text.endswith("\n```", start, end):
-        at = text.rfind(":\n```json\n", room, end)
-        at = text.rfind("\n", room, at) if at >= 0 else -1
-    elif text.endswith("]", start, end):
-        at = text.rfind("\n[", room, end)
-        if text.startswith("\n[/", at):
-            at = text.rfind("\n[" + text[at + 3 : end - 1], room, at)
-        elif not TIME_LABEL.match(text, at + 1, end):
-            at = -1
-    if at < 0:
-        at = text.rfind("\n\n", room, end)
-        lines = LABELLED.fullmatch(text, at + 2, end)
-        timed = lines is not None and ANY_TIME.search(lines[0])
-        at = at + 1 if at >= 0 and (timed or LABEL.match(text, at + 2, end)) else -1
-    return at + 1 if at >= start else end
+def program_tail(text: str) -> re.Match[str] | None:
+    """The block at the end of a text that a program may have written."""
+    starts = [one.end() for one in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
+    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-16:]))
+    return next(filter(None, blocks), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() that takes what looks like a program's own for decorations as well. The kind is
-    program, or tagged where a message of nothing else is most likely no person's."""
+    """undress() that takes what a program may have written for a decoration as well: tagged where
+    a message of nothing else is most likely no person's."""
     found: list[Decoration] = []
     while True:
-        start = len(text) - len(text.lstrip())
-        end = program_lead(text, start)
-        block, rest = text[start:end], text[end:]
-        if end == start:
-            end = text_end(text, start, len(text))
-            at = program_tail(text, start, end)
-            block, rest = text[at:end], text[:at]
-        if not block:
+        words = text.strip()
+        block = PROGRAM_LEAD.match(words) or program_tail(words)
+        if block is None:
             return found, text
         check_limit("decorations of a text", len(found))
-        tag = TAG.match(block)
-        named = tag is not None and not tag[1].isalnum()
-        found.append(("tagged" if named else "program", block.strip()))
-        more, text = undress(rest)
+        named = block["tag"] is not None and not block["tag"].isalnum()
+        found.append(("tagged" if named else "program", block[0].strip()))
+        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
         found += more
 
 
@@ -1665,11 +1562,9 @@ class Said(NamedTuple):
     speaks: bool = False  # somebody's words, before which lifted text can be set down
     opening: bytes = b""  # digest of the words, the same in every process
     calls: tuple[Call, ...] = ()
-    size: int = 0  # characters of a user turn
 
 
 SILENT = Said(0, 0)
-NO_TURNS: list[Turn] = []
 NOTHING: dict[str, str] = {}
 
 
@@ -1677,47 +1572,26 @@ class Unit:
     """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
     unit of a request has only carriers: those in front of everything else."""
 
-    carriers: list[Turn] = NO_TURNS
     inserted = NOTHING  # what kvproxy set down in it, by label
     dropped = False  # a carrier of it is not sent
-    spoken: tuple[str, frozenset[str]] | None = None  # see spoken()
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
-        self.turns = turns
-        self.said = said  # of its turns, then of its carriers
+        self.turns = turns  # and carriers
+        self.said = said
         self.stored: Stored | None = None  # as it was sent before
         first = said[0] if said else SILENT
-        self.words, self.whole, self.calls = first.words, first.whole, first.calls  # see sum_up()
+        self.words, self.whole, self.calls = first.words, first.whole, first.calls
 
-    def add(self, turn: Turn, said: Said) -> None:
-        """Take in another turn, or a carrier."""
-        if said.carrier:
-            if self.carriers is NO_TURNS:
-                self.carriers = []
-            self.carriers.append(turn)
-        else:
-            self.turns.append(turn)
-        self.said.append(said)
-
-    def sum_up(self) -> None:
-        """What it says as a whole. The results of a batch say the same in any order."""
+    def complete(self) -> None:
+        """Sum up what it says. The results of a batch say the same in any order."""
         words = [one.words for one in self.said if one.words and not one.carrier]
         if len(words) > 1:
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
-        self.whole = hash((self.role, *whole)) if len(whole) > 1 else whole[0] if whole else 0
+        self.whole = whole[0] if len(whole) == 1 else hash((self.role, *whole))
         self.calls = tuple([call for one in self.said for call in one.calls])
-
-    def part(self) -> list[Unit]:
-        """Take its carriers away, as units of their own, in which somebody speaks."""
-        units = []
-        for turn, said in zip(self.carriers, self.said[len(self.turns) :], strict=True):
-            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-            units.append(Unit("user", [turn], [said]))
-        self.carriers, self.said = NO_TURNS, self.said[: len(self.turns)]
-        return units
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1726,47 +1600,65 @@ class Unit:
     def speaks(self) -> bool:
         return any(one.speaks for one in self.said)
 
-    def has_results(self) -> bool:
-        """Whether it answers calls of tools."""
-        return self.role != "assistant" and bool(self.calls)
-
     def by_user(self) -> bool:
         """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
         item = self.turns[0].item if self.turns else None
         return self.role == "user" or (item is not None and item.get("role") == "user")
 
+    def fixed(self) -> int:
+        """How many of its turns are never restored: answers and results, but not the carriers."""
+        return 0 if self.by_user() else sum([not one.carrier for one in self.said])
 
-class FirstBlock(NamedTuple):
-    """A decoration of a conversation's first message, which clients rewrite there: its text as the
-    client has it `now`, and as it was `sent` there. What differs is set down elsewhere."""
+    @functools.cached_property
+    def spoken(self) -> tuple[str, frozenset[str]]:
+        """The letters of an answer, and the ids of its calls."""
+        texts = [turn.text() for turn in self.turns if turn.role == "assistant"]
+        return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in self.calls])
 
-    label: str
-    kind: str
-    now: str
-    sent: str
+
+def opening_of(units: list[Unit]) -> bytes:
+    """A digest of the first user's words, the same in every process."""
+    return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+
+
+class History:
+    """The units of a request, and the places in it that the rules speak of; 0: there is none."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        self.first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
+        self.last = 0  # answer
+        self.target = 0  # the newest user turn in which somebody speaks
+        self.newest = 0  # the answer that precedes it: what is behind that is new
+        for at in range(len(units) - 1, 0, -1):
+            if units[at].role == "assistant":
+                self.last = self.last or at
+                if self.target:
+                    self.newest = at
+                    break
+            elif not self.target and units[at].speaks():
+                self.target = at
+        behind = [block for unit in units[self.last :] for block in unit.blocks()]
+        self.moved = MOVED.intersection(kinds_of(behind))  # kinds of carriers behind that
 
 
 class Stored(NamedTuple):
-    """A unit as it was forwarded. Turns are kept only where they differ from the client's, or may
-    be restored later; where `turns` is None, the client's own are sent."""
+    """A unit as it was forwarded. Turns (but fixed ones) are kept only where they differ from the
+    client's, or may be restored later."""
 
     words: int
     whole: int
     blocks: tuple[Decoration, ...] = ()  # as they were sent
     came: tuple[Decoration, ...] = ()  # as the client had them last
-    turns: tuple[Turn, ...] | None = None
-    carriers: tuple[Turn, ...] = ()
+    turns: list[Turn] | None = None
     inserted: dict[str, str] = NOTHING
     calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
     heard: bool = False  # an answer that the server was heard to give at this place
-    private: bool = False  # what was sent has more in it than what came
-    size: int = 0  # characters of a user turn
-    first: tuple[FirstBlock, ...] = ()  # of the first message
+    private: bool = False  # what was sent says more than another conversation may be told
 
     def form(self) -> object:
         """What is restored, so that two records can be compared."""
-        turns = self.turns and [turn.json() for turn in self.turns]
-        return turns, [turn.json() for turn in self.carriers], self.calls
+        return [turn.json() for turn in self.turns or ()], self.calls
 
 
 class Heard(NamedTuple):
@@ -1783,20 +1675,17 @@ UNREAD = Heard()  # there was an answer, but it could not be read
 ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
-    __slots__ = ("answer", "conversation", "kept", "newest", "prefill", "relayed", "tap", "units")
-
-    def __init__(self, conversation: str, newest: int, prefill: str) -> None:
-        self.conversation = conversation
-        self.newest = newest  # place of the answer before the newest user turn
-        self.prefill = prefill  # letters with which the client began the answer itself
-        self.units: list[Stored] = []
-        self.kept: list[int] = []  # places of those whose turns are kept
-        self.answer: Heard | None = None  # none yet, or an error
-        self.tap: Tap | None = None  # what has been relayed of an answer on its way
-        self.relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
+    conversation: str
+    newest: int  # place of the answer before the newest user turn
+    units: list[Stored] = dataclasses.field(default_factory=list)
+    kept: list[int] = dataclasses.field(default_factory=list)  # places of those with turns
+    answer: Heard | None = None  # none yet, or an error
+    tap: Tap | None = None  # what has been relayed of an answer on its way
+    relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
 
     def heard(self) -> Heard | None:
         """What the client can have heard by now."""
@@ -1805,34 +1694,28 @@ class Record:
             return self.answer
         windows = tap.windows()
         if self.relayed[0] != windows:  # more of it came
-            self.relayed = windows, heard_answer(*windows)
+            self.relayed = windows, heard_answer(answer_events(*windows))
         return self.relayed[1]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Line:
-    """A line of requests: its last one, and the places that lead to it."""
+    """A line of requests: its last one, the places that lead to it, and the bytes it takes."""
 
-    __slots__ = ("places", "record", "size")
-
-    def __init__(self) -> None:
-        self.record: Record | None = None
-        self.places: list[int] = []
-        self.size = 0
+    record: Record | None = None
+    places: list[int] = dataclasses.field(default_factory=list)
+    size: int = 0
 
 
 class Lines:
-    """Lines by the places in histories where their requests ended. Bounded, the least recently used
-    go first. The lock is held for single steps, not for work that grows with a request."""
+    """Lines by the places in histories where their requests ended; the least recently used go
+    first. The lock is held for single steps, not for work that grows with a request."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
         self.by_place: dict[int, list[Line]] = {}
-        self.used: collections.OrderedDict[int, Line] = collections.OrderedDict()
-
-    def at(self, place: int) -> list[Line]:
-        """The lines that were there, the newest first."""
-        return self.by_place.get(place, [])[::-1]
+        self.used: collections.OrderedDict[Line, None] = collections.OrderedDict()
 
     def put(self, line: Line, record: Record, place: int, size: int) -> None:
         """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
@@ -1845,16 +1728,17 @@ class Lines:
                 del lines[:-SAME_PLACE]
             self.size += size - line.size
             line.size = size
-            self.used[id(line)] = line
-            self.used.move_to_end(id(line))
+            self.used[line] = None
+            self.used.move_to_end(line)
         while self.size > self.limit and self.used:
-            self.drop(next(iter(self.used.values())))
+            self.drop(next(iter(self.used)))
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: Line | None) -> None:
         """Forget a line: its client's next request is read anew."""
         with self.lock:
-            if self.used.pop(id(line), None) is None:
+            if line is None or line not in self.used:
                 return
+            del self.used[line]
             self.size -= line.size
             line.record = None
         for place in line.places:
@@ -1866,15 +1750,35 @@ class Lines:
                     self.by_place.pop(place, None)
 
 
+def answered_carriers(unit: Unit) -> list[Unit]:
+    """The carriers of a unit as units of their own: nothing else was said, and answered."""
+    units = []
+    while unit.said and unit.said[-1].carrier:
+        said = unit.said.pop()
+        said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+        units.append(Unit("user", [unit.turns.pop()], [said]))
+    return units[::-1]
+
+
+class Asker(NamedTuple):
+    """Whose request it is, how many bytes it has, and whether anything is learned from it."""
+
+    client: bytes = b""
+    size: int = 1 << 62
+    learn: bool = True
+
+
+ANYBODY = Asker()
+
+
 class Match(NamedTuple):
-    """The record that a request goes on from, and how many units they have in common.
-    `answered`: the unit behind those is an answer that the server was heard to give."""
+    """The record that a request goes on from, and how many units they have in common; whether the
+    one behind is an answer that the server was heard to give."""
 
     depth: int = 0
     record: Record | None = None
     line: Line | None = None
     answered: bool = False
-    outdated: tuple[Line, ...] = ()  # the client has changed what they hold
 
 
 @dataclasses.dataclass
@@ -1889,8 +1793,8 @@ class Trace:
 
 
 class Replay:
-    """Restores what a client took out of, or rewrote in, its history, and sets down what was
-    lifted. One per Proxy; safe to use from many threads. Nothing of one client reaches another."""
+    """Restores what a client took out of its history, and sets down what was lifted. Safe to use
+    from many threads; nothing of one client reaches another."""
 
     def __init__(self, config: Config) -> None:
         self.lines = Lines(config.replay_mb << 20)
@@ -1905,11 +1809,10 @@ class Replay:
         return self.lines.size + self.tools.size
 
     def stays(self, view: View, turn: Turn, client: bytes) -> bool:
-        """Whether a system message behind the first user text was seen to stay in a history before
-        this conversation began. A running conversation keeps what was decided when it began."""
-        text = turn.text()
+        """Whether a system message behind the first user text was seen to stay in a history, before
+        this conversation began."""
         first = next((one for one in view.turns if one.role == "user"), turn)
-        seen = hash((client, view.dialect.name, text))
+        seen = hash((client, view.dialect.name, turn.text()))
         begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
         if begun not in self.roles:
             remember(self.roles, begun, seen in self.roles)
@@ -1928,11 +1831,12 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return SILENT
+        calls = calls_of(turn)
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
             said = hash((turn.role, plain_text, *beside))
-            return Said(said, said, calls=calls_of(turn))
+            return Said(said, said, calls=calls)
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
         text = "\n".join([words for _, words in undressed if words])
@@ -1941,22 +1845,16 @@ class Replay:
             carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
             if not carrier:  # a person may have typed it
                 text, blocks = plain_text, []
-        return Said(
-            words=hash(("user", text, *sorted(beside))) if text or beside else 0,
-            whole=hash(("user", plain_text, *beside)),
-            blocks=tuple(blocks),
-            carrier=carrier,
-            speaks=bool(text) or more,
-            opening=digest(*[block for kind, block in blocks if kind in UNNAMED], text),
-            calls=calls_of(turn),
-            size=len(plain_text),
-        )
+        words = hash(("user", text, *sorted(beside))) if text or beside else 0
+        whole = hash(("user", plain_text, *beside))
+        opening = digest(*[block for kind, block in blocks if kind in UNNAMED], text)
+        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, opening, calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
         """undress() that knows the user's own decorations as well, and finds those of programs."""
         blocks, words = undress(text)
         for pattern in self.patterns:
-            found = [match.group().strip() for match in pattern.finditer(words)]
+            found = [match[0].strip() for match in pattern.finditer(words)]
             if any(found):
                 more, words = undress(pattern.sub("", words).strip())
                 blocks = [*blocks, *[("yours", one) for one in found if one], *more]
@@ -1967,33 +1865,37 @@ class Replay:
 
     def units(self, view: View) -> list[Unit]:
         """The turns behind the system prompt as units; the first one for what precedes them."""
-        unit = Unit("head", [], [])
-        units, joined = [unit], [unit]
+        units = [unit := Unit("head", [], [])]
+        grown = carried = False  # the unit has more than its first turn, and ends with a carrier
         for turn in [*view.turns[view.leading() :], None]:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            if unit.carriers and role == "assistant" and unit.role in ("assistant", "head"):
-                units += unit.part()  # nothing but decorations was said and answered
-                unit = units[-1]
-            if turn is None:
-                break
-            said = turn.said or self.said(turn)
-            joins = unit.role == role and role in ("assistant", "tool") and not unit.carriers
-            if joins or said.carrier:
-                unit.add(turn, said)
-                if joined[-1] is not unit:
-                    joined.append(unit)
-            else:
-                unit = Unit(role, [turn], [said])
-                units.append(unit)
-        for unit in joined:
-            unit.sum_up()
+            said = SILENT if turn is None else turn.said or self.said(turn)
+            if said.carrier or (turn and unit.role == role != "user" and not carried):
+                unit.turns.append(cast(Turn, turn))
+                unit.said.append(said)
+                grown, carried = True, said.carrier
+                continue
+            if carried and role == "assistant" and unit.role in ("assistant", "head"):
+                units += answered_carriers(unit)
+            if grown:
+                unit.complete()
+            if turn:
+                units.append(unit := Unit(role, [turn], [said]))
+                grown = carried = False
         return units
 
+    # --- names of conversations -------------------------------------------------------------------
+
+    def conversation(self, view: View, opening: bytes | None = None) -> str:
+        """A conversation's name, from its system prompt and the first user's words."""
+        opening = opening_of(self.units(view)) if opening is None else opening
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
+
     def name(self, view: View, trace: Trace, units: list[Unit]) -> str:
-        """The conversation() of a request; one whose front was rewritten is known by the first
-        answer that it has, and what that was said to."""
+        """conversation(), but one whose front was rewritten is known by the first answer that it
+        has, and what that was said to."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
-        said = spoken(first) if first is not None else ()
+        said = first.spoken if first is not None else ()
         for key in ((trace.whose, trace.opening, *said), (trace.whose, *said)) if said else ():
             if known := self.names.get(hash(key)):
                 return known
@@ -2010,55 +1912,31 @@ class Replay:
         if random_ids or len(answer.opening) >= LONG_ANSWER:
             remember(self.names, hash((trace.whose, *said)), trace.conversation)
 
-    def opening(self, units: list[Unit]) -> bytes:
-        """A hash of what the first user says."""
-        return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
-
-    def conversation(self, view: View, opening: bytes | None = None) -> str:
-        """A name for what a conversation's requests have in common: system prompt and the first
-        user's words. It is the same in every process."""
-        opening = self.opening(self.units(view)) if opening is None else opening
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
-
     # --- a request --------------------------------------------------------------------------------
 
     def apply(
-        self,
-        view: View,
-        lifted: list[Lifted],
-        report: Report,
-        client: bytes = b"",
-        size: int = 1 << 62,
-        learn: bool = True,
+        self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, drop carriers that stand there already, set lifted text down: in place.
-
-        `client` tells whose request it is, and `size` how many bytes it has. `learn` is False for
-        requests that only count tokens.
-        """
-        units = self.units(view)
-        place = hash((client, view.dialect.name, *[turn.text() for turn in view.system()]))
-        places = []
-        for unit in units:
-            place = hash((place, unit.words))
-            places.append(place)
-        match = self.find(units, places)
-        while 0 < match.depth < len(units) and units[match.depth].has_results():
-            match = match._replace(depth=match.depth - 1, answered=False)  # nor are their calls
+        """Restore history, set lifted text down, drop carriers that stand there already."""
+        units = history.units
+        whose = hash((asker.client, view.dialect.name))
+        place = hash((whose, *[turn.text() for turn in view.system()]))
+        places = [place := hash((place, unit.words)) for unit in units]
+        match = self.find(history, places, asker.learn)
         kept: list[int] = []
         if match.record is not None:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
-            if restored_bytes([units[at] for at in kept]) > size + SLACK:
-                if learn:
-                    self.overflowed(Trace(line=match.line))
+            if restored_bytes([units[at] for at in kept]) > asker.size + SLACK:
+                if asker.learn:
+                    self.lines.drop(match.line)
                 match, kept = Match(), []
-        trace = Trace(whose=hash((client, view.dialect.name)), opening=self.opening(units))
+        trace = Trace(whose=whose, opening=opening_of(units))
         record = match.record
         trace.conversation = record.conversation if record else self.name(view, trace, units)
-        self.tools.apply(view, client, trace.conversation, match.depth > 0, report, learn)
-        depth, pending = settle_insertions(units, match.depth, kept, dict(lifted))
+        report.tools_restored += self.tools.apply(view, asker)
+        depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
             unit.stored = None  # it goes as it came
         for unit in units[:depth]:
@@ -2067,23 +1945,19 @@ class Replay:
                 report.replayed += restore(unit, known)
         report.lifted += len(lifted)
         if pending:
-            set_down(view, units, depth, pending)
-        self.drop_moved(units, report)
+            insert_lifted(view, history, depth, pending)
+        self.drop_moved(history, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
             view.turns += unit.turns
-            if unit.carriers:
-                view.turns += unit.carriers
-        if learn:
-            self.learn(trace, units, places, match)
+        if asker.learn:
+            self.learn(trace, history, places, match)
         return trace
 
-    def find(self, units: list[Unit], places: list[int]) -> Match:
-        """The record that a request goes on from: the one that agrees the furthest.
-
-        Where several agree and would send different text, nothing is restored from there on.
-        """
-        now = Now.of(units)
+    def find(self, history: History, places: list[int], learn: bool) -> Match:
+        """The record that agrees the furthest. Where several do, and would send different text,
+        nothing is restored from there on."""
+        units = history.units
         best = (0, 0)
         found: list[tuple[tuple[int, int], Line, Record]] = []
         edited: list[tuple[int, Line]] = []
@@ -2092,325 +1966,228 @@ class Replay:
                 break
             if units[at].role != "assistant":
                 continue
-            for line in self.lines.at(places[at - 1]):
+            for line in self.lines.by_place.get(places[at - 1], [])[::-1]:  # the newest first
                 record = line.record
                 if record is not None and len(found) < MOST_COMPARED:
-                    reach = reach_of(units, record, at, now)
+                    evidence = agreement(record, units[at], at)
+                    depth = reach_of(history, record, at, evidence)
+                    reach = (depth, evidence if depth == at else 0)
                     found.append((reach, line, record))
                     best = max(best, reach)
-                    if reach[0] < at and agreement(record, units[at], at) == 2:
+                    if evidence == 2 and depth < at:
                         edited.append((at, line))
         depth, evidence = best
-        outdated = tuple([line for at, line in edited if at > depth])
-        rivals = [one for one in found if one[0] == best or one[0] == (depth, 1)]
+        for at, line in edited:
+            if at > depth and learn:
+                self.lines.drop(line)  # the client has changed what it holds
+        rivals = [one for one in found if one[0] in (best, (depth, 1))]
         if not depth or evidence == 1:
-            return Match(outdated=outdated)
+            return Match()
         _, line, record = next(one for one in rivals if one[0] == best)
         common = depth
         for _, _, other in rivals:
-            for at in range(common):
+            for at in range(common if other is not record else 0):
                 mine, theirs = record.units[at], other.units[at]
-                if mine != theirs and mine.form() != theirs.form():
+                if mine is not theirs and mine != theirs and mine.form() != theirs.form():
                     common = at
                     break
+        while 0 < common < len(units) and units[common].role != "assistant" and units[common].calls:
+            common -= 1  # results go with their calls
         if not common:
-            return Match(outdated=outdated)
-        return Match(common, record, line, common == depth and evidence == 2, outdated)
+            return Match()
+        return Match(common, record, line, common == depth and evidence == 2)
 
-    def drop_moved(self, units: list[Unit], report: Report) -> None:
-        """Take out a carrier behind the last answer that says what the newest one of its kind
-        before it said: OpenClaw moves such carriers along."""
-        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
+    def drop_moved(self, history: History, report: Report) -> None:
+        """Take out a carrier behind the last answer that says what the one of its kind before it
+        says: OpenClaw moves them along."""
+        if not (history.last and history.moved):
+            return
         standing: dict[str, str] = {}
-        for at, unit in enumerate(units):
-            if not unit.carriers:
-                continue
-            kept = []
-            for carrier in unit.carriers:
-                kind, text = self.said(carrier).blocks[0][0], carrier.text().strip()
-                if kind in MOVED and 0 < last <= at and standing.get(kind) == text:
-                    report.dropped += 1
-                    unit.dropped = True
+        for at, unit in enumerate(history.units):
+            for turn in list(unit.turns):
+                said = self.said(turn)
+                if not said.carrier:
                     continue
+                kind, text = said.blocks[0][0], turn.text().strip()
+                if kind in MOVED and at >= history.last and standing.get(kind) == text:
+                    unit.turns.remove(turn)
+                    unit.dropped = True
+                    report.dropped += 1
                 standing[kind] = text
-                kept.append(carrier)
-            unit.carriers = kept
 
-    def learn(self, trace: Trace, units: list[Unit], places: list[int], match: Match) -> None:
+    def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
-        end = len(units)
-        prefill = ""
+        units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
-            end -= 1
-            prefill = spoken(units[end])[0]
-        newest = newest_answer(units[:end])
-        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-        record = Record(trace.conversation, newest, prefill)
-        size = 500 + 150 * end
-        for at, unit in enumerate(units[:end]):
+            units = units[:-1]
+        record = trace.record = Record(trace.conversation, history.newest)
+        size = 500 + 150 * len(units)
+        before = match.record.units[: match.depth] if match.record is not None else []
+        for at, unit in enumerate(units):
             old = unit.stored
             if old is not None and old.turns is None and old.whole == unit.whole:
                 record.units.append(old)  # the usual case, in long histories
                 continue
             heard = at == match.depth and match.answered and unit.role == "assistant"
-            if match.record is not None and at < match.depth:
-                heard = match.record.units[at].heard
-            if old is None or old.whole != unit.whole:
-                stored = self.stored(unit, at >= newest, at == first, heard)
-            elif at >= newest or at == first or old.blocks or old.inserted:
-                stored = old
-            else:
-                stored = old._replace(turns=None, carriers=())  # once history, it is settled
+            heard = before[at].heard if at < len(before) else heard
+            stored = store(history, at, heard)
             record.units.append(stored)
             if stored.turns is not None:
                 record.kept.append(at)
-                size += 3 * sum([len(turn.json()) for turn in stored.turns + stored.carriers])
-        trace.record = record
+                size += 3 * sum([len(turn.json()) for turn in stored.turns])
         trace.line = Line()
         whole = match.record is not None and match.depth == len(match.record.units)
         if whole and match.line is not None and match.line.record is match.record:
             trace.line = match.line  # it goes on; else it branches off
         if size <= self.lines.limit >> 1:
-            self.lines.put(trace.line, record, places[end - 1], size)
-        elif match.line is not None:
+            self.lines.put(trace.line, record, places[len(units) - 1], size)
+        else:
             self.lines.drop(match.line)
-        for line in match.outdated:
-            if line is not trace.line:
-                self.lines.drop(line)
-
-    def stored(self, unit: Unit, new: bool, first: bool, heard: bool) -> Stored:
-        """How a unit is recorded. If it is `new`, or the `first` user turn, its turns are kept,
-        though unchanged: they may have to be restored."""
-        old, came = unit.stored, tuple(unit.blocks())
-        restorable = unit.by_user() or bool(unit.carriers)
-        turns: tuple[Turn, ...] | None = None
-        carriers: tuple[Turn, ...] = ()
-        if old is not None:
-            turns, carriers = old.turns, old.carriers
-        elif unit.inserted or unit.dropped or (restorable and (new or first or came)):
-            turns = tuple([storable(turn) for turn in unit.turns if unit.by_user()])
-            carriers = tuple([storable(turn) for turn in unit.carriers])
-        inserted = old.inserted if old else unit.inserted
-        return Stored(
-            words=unit.words,
-            whole=unit.whole,
-            blocks=old.blocks if old else came,
-            came=came,
-            turns=turns,
-            carriers=carriers,
-            inserted=inserted,
-            calls=old.calls if old else unit.calls,
-            heard=heard,
-            private=old is not None or not PERSONAL.isdisjoint(inserted),
-            size=sum([one.size for one in unit.said]),
-            first=tuple(first_blocks(unit, old)) if first else (),
-        )
-
-    def overflowed(self, trace: Trace) -> None:
-        """The prompt is too long: a fresh start, without restored text."""
-        if trace.line is not None:
-            self.lines.drop(trace.line)
 
 
-class Now(NamedTuple):
-    """What restoring depends on in the request itself."""
-
-    newest: int  # place of the answer before the newest user turn: what is behind it is new
-    first: int  # place of the first user turn
-    moved: frozenset[str]  # kinds of carriers that stand behind the last answer
-    speaker: bool  # the newest user turn tells who speaks
-    later: list[Unit]  # behind the first user turn
-
-    @classmethod
-    def of(cls, units: list[Unit]) -> Now:
-        first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-        last = next((at for at in range(len(units) - 1, 0, -1) if units[at].role == "assistant"), 0)
-        moved = [
-            kind for unit in units[last:] for carrier in unit.said for kind, _ in carrier.blocks
-        ]
-        target = units[target_of(units)]
-        speaker = any(kind in SPEAKERS for kind, _ in target.blocks())
-        moved_kinds = MOVED.intersection(moved)
-        return cls(newest_answer(units), first, moved_kinds, speaker, units[first + 1 :])
-
-
-def target_of(units: list[Unit]) -> int:
-    """The place of the newest user turn in which somebody speaks; 0 if there is none."""
-    return next((at for at in range(len(units) - 1, 0, -1) if units[at].speaks()), 0)
-
-
-def newest_answer(units: list[Unit]) -> int:
-    """The place of the answer that precedes the newest user turn; 0 if none does."""
-    target = target_of(units)
-    return next((at for at in range(target, 0, -1) if units[at].role == "assistant"), 0)
+def store(history: History, at: int, heard: bool) -> Stored:
+    """How a unit is recorded."""
+    unit, first = history.units[at], history.units[history.first]
+    old, came = unit.stored, tuple(unit.blocks())
+    keep = at >= history.newest or unit is first  # they may have to be restored, though unchanged
+    if old is not None and old.whole != unit.whole:
+        return old._replace(whole=unit.whole, came=came, heard=heard, private=True)
+    if old is not None:
+        settled = not (keep or old.blocks or old.inserted)
+        return old._replace(turns=None) if settled else old
+    private = not PERSONAL.isdisjoint(unit.inserted)
+    if not all(map(is_time, unit.inserted.values())):
+        private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
+    turns = [storable(turn) for turn in unit.turns[unit.fixed() :]]
+    restorable = unit.inserted or unit.dropped or (turns and (keep or came))
+    return Stored(
+        words=unit.words,
+        whole=unit.whole,
+        blocks=came,
+        came=came,
+        turns=turns if restorable else None,
+        inserted=unit.inserted,
+        calls=unit.calls,
+        heard=heard,
+        private=private,
+    )
 
 
-def reach_of(units: list[Unit], record: Record, at: int, now: Now) -> tuple[int, int]:
-    """How many units of a request, of those before its answer at `at`, a record can restore; and
-    how well that is known: 2, the answer is the one that the server was heard to give; 1, nobody
-    heard what it was; 0, it is another one.
-
-    Units that came as they came before need no such evidence, unless what was sent is private, or
-    tells more than the time in a history so short that another one may be the same.
-    """
-    evidence = agreement(record, units[at], at)
+def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
+    """How many units before the answer at `at` a record can restore. Without evidence, see
+    agreement(), only those that came as they came before, unless what was sent is private."""
     heard, end = 0, at
     for place, stored in enumerate(record.units[:at]):
-        unit = units[place]
-        if unit.whole != stored.whole and not fits(unit, stored, place, record.newest, now):
+        unit = history.units[place]
+        if unit.whole != stored.whole and not fits(history, stored, place, record.newest):
             end = place
             break
         if stored.heard:
             heard = place
     if end == at and evidence:
-        return at, evidence
-    alike = sum([stored.size for stored in record.units[:heard]])
+        return at
     for place in range(heard, min(end, len(record.units))):
         stored = record.units[place]
-        alike += stored.size
-        told = alike < ALIKE and not all(map(is_time, stored.inserted.values()))
-        if stored.private or told or stored.whole != units[place].whole:
-            return place, 0
-    return end, 0
+        if stored.private or stored.whole != history.units[place].whole:
+            return place
+    return end
 
 
-def fits(unit: Unit, stored: Stored, place: int, newest: int, now: Now) -> bool:
-    """Whether a unit is what was sent, with its decorations left as they were, taken out at the
-    moment when it stopped being the newest, or rewritten in the first message.
-
-    `newest` is where the new part of the record began.
-    """
-    blocks = unit.blocks()
+def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
+    """Whether a unit is what was sent, with its decorations left as they were, taken out when it
+    stopped being the newest, or rewritten in the first message. What was new in the record began
+    behind the place `newest`."""
+    blocks = history.units[place].blocks()
     mine = collections.Counter([text for _, text in blocks])
-    theirs = collections.Counter([text for _, text in stored.blocks])
-    if mine in (theirs, collections.Counter([text for _, text in stored.came])):
+    sent = collections.Counter([text for _, text in stored.blocks])
+    if mine in (sent, collections.Counter([text for _, text in stored.came])):
         return True  # in another order or shape
-    added = mine - theirs
-    if place >= newest and added and all(map(MESSAGE_TIME.fullmatch, added)):
-        told = "\n".join(theirs)  # once a message is history, a client adds when it came
-        if all(date in told for text in added for date in DATE.findall(text)):
-            mine &= theirs
-    if mine <= theirs:
-        if place < newest:
-            return False  # once history, it has been settled
-        gone = theirs - mine
-        moved = all(kind in now.moved for kind, text in stored.blocks if text in gone)
-        return place < now.newest or moved
-    kinds = [kind for kind, _ in blocks]
-    same = place == now.first and kinds == [block.kind for block in stored.first]
-    if not same or not SPEAKERS.isdisjoint(kinds) or now.speaker:
+    if place >= newest:  # a client may add to its history when a message came
+        told = "\n".join(sent)
+        for text in mine - sent:
+            if MESSAGE_TIME.fullmatch(text) and all(date in told for date in DATE.findall(text)):
+                del mine[text]
+    if not mine <= sent:
+        return place == history.first and rewritten(history, stored)
+    if place < newest:
+        return False  # once history, it has been settled
+    if place < history.newest:
+        return True
+    return all(kind in history.moved for kind, text in stored.blocks if text in sent - mine)
+
+
+def rewritten(history: History, stored: Stored) -> bool:
+    """Whether the first message has blocks with other texts, which can be set down elsewhere:
+    nothing was withdrawn, nobody's words are among them, no later message says something newer."""
+    blocks, before = history.units[history.first].blocks(), stored.came
+    if kinds_of(blocks) != kinds_of(before):
         return False
-    for (kind, text), block in zip(blocks, stored.first, strict=True):
-        if text != block.now and not (
-            kind in REWRITABLE and replaces(kind, block.now, text, now.later)
-        ):
+    speaker = kinds_of(history.units[history.target].blocks())
+    if not SPEAKERS.isdisjoint(kinds_of(blocks) + speaker):
+        return False
+    later = [block for unit in history.units[history.first + 1 :] for block in unit.blocks()]
+    for (kind, now), (_, old) in zip(blocks, before, strict=True):
+        if now == old:
+            continue
+        rivals = [text for one, text in later if one == kind]
+        heading = old.splitlines()[1:2]  # behind the tag
+        changed = set(old.splitlines()) ^ set(now.splitlines())
+        newer = rivals if kind == "environment" else says_anew([*heading, *changed], rivals)
+        if kind not in REWRITABLE or newer or withdraws(old, now):
             return False
     return True
 
 
-def replaces(kind: str, before: str, after: str, later: list[Unit]) -> bool:
-    """Whether a text can be set down behind an older one: it has something in the place of each
-    line that it has no more, since what was withdrawn may not stand on; and no `later` message says
-    something of the kind, which would then be older."""
-    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    gone, added = [list((one - other).elements()) for one, other in ((old, new), (new, old))]
-    if collections.Counter(map(about, gone)) - collections.Counter(map(about, added)):
-        return False
-    told = [text for unit in later for one, text in unit.blocks() if one == kind]
-    if kind == "environment" and told:
-        return False
-    heads = ["\n".join(text.splitlines()[1:2]) for text in [before, *told]]  # behind the tag
-    changed = labels_of(gone + added)
-    return heads[0] not in heads[1:] and changed.isdisjoint(labels_of(told))
-
-
-def about(line: str) -> str:
-    """What a line is about: what stands before a colon, else all but dates and numbers."""
-    label, colon, _ = line.partition(":")
-    return label.strip() if colon else re.sub(rf"{_CLOCK}|\d+", "", line).strip()
-
-
-def labels_of(texts: Iterable[str]) -> set[str]:
-    """What the lines of some texts are about."""
-    return {about(line) for text in texts for line in text.splitlines()} - {""}
-
-
-def first_blocks(unit: Unit, stored: Stored | None) -> list[FirstBlock]:
-    """The decorations of the first message, with what was sent of each."""
-    blocks = unit.blocks()
-    known = stored.first if stored is not None else ()
-    by_text = {block.now: block for block in known}
-    found = []
-    for number, (kind, text) in enumerate(blocks):
-        block = FirstBlock(f"first {number}", kind, text, text)
-        if text in by_text:
-            block = by_text[text]
-        elif len(known) == len(blocks):
-            block = known[number]._replace(now=text)
-        found.append(block)
-    return found
+def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
+    return [kind for kind, _ in blocks]
 
 
 def restored_bytes(units: list[Unit]) -> int:
     """How many bytes restoring adds to a request."""
     added = 0
     for unit in units:
-        stored = unit.stored
-        if stored is not None and stored.turns is not None and stored.turns != tuple(unit.turns):
-            sent, came = [*stored.turns, *stored.carriers], unit.turns + unit.carriers
-            added += sum([len(turn.json()) for turn in sent])
-            added -= sum([len(turn.json()) for turn in came])
+        if unit.stored is not None and unit.stored.turns is not None:
+            added += sum([len(turn.json()) for turn in unit.stored.turns])
+            added -= sum([len(turn.json()) for turn in unit.turns[unit.fixed() :]])
     return added
 
 
 def restore(unit: Unit, stored: Stored) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything.
-
-    Answers and results stay as the client has them now, but for ids, names and order.
-    """
+    """Put a unit's stored form in its place; whether that changed anything."""
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
-    turns = list(stored.turns) if unit.by_user() else unit.turns
-    sent, came = [*turns, *stored.carriers], unit.turns + unit.carriers
-    if len(sent) == len(came) and all(map(same_turn, sent, came)):
+    fixed = unit.fixed()
+    came = [storable(turn).item for turn in unit.turns[fixed:]]
+    if came == [turn.item for turn in stored.turns]:
         return changed
-    unit.turns, unit.carriers = turns, list(stored.carriers)
+    unit.turns[fixed:] = stored.turns
     return True
-
-
-def same_turn(stored: Turn, turn: Turn) -> bool:
-    return stored is turn or stored.item == storable(turn).item
 
 
 def storable(turn: Turn) -> Turn:
     """A turn as it is kept: without cache_control, which moves from turn to turn."""
-    item = turn.item or {"role": "user", "content": turn.text()}
-    content = item.get("content")
-    parts = content if isinstance(content, list) else []
-    marked = any(isinstance(part, dict) and "cache_control" in part for part in [item, *parts])
-    if turn.item and not marked:
-        return turn
-    item = bare(item)
-    if parts:
-        item["content"] = [bare(part) if isinstance(part, dict) else part for part in parts]
-    return turn_of(item)
+    item = bare(turn.item or {"role": "user", "content": turn.text()})
+    if isinstance(content := item.get("content"), list):
+        item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
+    return turn if item == turn.item else turn_of(item)
 
 
 # --- lifted text ----------------------------------------------------------------------------------
 
-LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 MESSAGE_TIME = re.compile(
     r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
     r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
 )
 CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+ANY_TIME = re.compile(_CLOCK)
+ANY_NUMBER = re.compile(rf"{_CLOCK}|\d+")
 
 
 def is_time(text: str) -> bool:
     """Whether a lifted text is a line with a date or a clock."""
-    return len(text) < 120 and "\n" not in text and re.search(_CLOCK, text) is not None
+    return len(text) < 120 and "\n" not in text and ANY_TIME.search(text) is not None
 
 
 def only_clock(before: str, after: str) -> bool:
@@ -2418,97 +2195,77 @@ def only_clock(before: str, after: str) -> bool:
     return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
 
 
-def settle_insertions(
-    units: list[Unit], depth: int, kept: list[int], lifted: dict[str, str]
-) -> tuple[int, dict[str, str]]:
-    """What has to be set down in the newest user turn, by label, so that the newest value of each
-    stands last; and how many of the `depth` units may be restored for that.
-
-    What the client no longer has must not stand on: the units from the one that holds it on go in
-    the client's form. So does the newest user turn when answers stand behind it already (a tool
-    loop) and something new has to be set down; only a clock time may wait for the next one.
-    `kept`: the places where something may have been set down.
-    """
-    target = target_of(units)
-    first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-    while True:
-        wanted = dict(lifted)
-        standing: dict[str, str] = {}
-        since: dict[str, int] = {}
-        if 0 < first < depth:
-            for block in first_blocks(units[first], units[first].stored):
-                if block.kind in REWRITABLE:
-                    wanted[block.label], standing[block.label] = block.now, block.sent
-                    since[block.label] = first
-        for at in kept:
-            stored = units[at].stored if at < depth else None
-            for label, text in stored.inserted.items() if stored else ():
-                standing[label] = text
-                since.setdefault(label, at)
-        gone = [
-            since[label]
-            for label, text in standing.items()
-            if label not in wanted or (BLOCK in label and withdraws(text, wanted[label]))
-        ]
-        if gone:
-            depth = min(gone)
-            continue
-        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
-        if pending and target < depth:
-            waits = [
-                label in standing and only_clock(standing[label], pending[label])
-                for label in pending
-            ]
-            if all(waits):
-                return depth, {}
-            depth = target
-            continue
-        return depth, pending
+def about(line: str) -> str:
+    """What a line is about: what stands before a colon, else all but dates and numbers."""
+    label, colon, _ = line.partition(":")
+    return label.strip() if colon else ANY_NUMBER.sub("", line).strip()
 
 
 def withdraws(before: str, after: str) -> bool:
-    """Whether a block has fewer lines than it had, or none with a label that it had; those of
-    listings come and go."""
-
-    def labels(lines: Iterable[str]) -> collections.Counter[str]:
-        forms = [form_of(line) for line in lines if not LISTING.match(line)]
-        return collections.Counter([form.partition(":")[0] * (":" in form) for form in forms])
-
+    """Whether a text has nothing in the place of a line that it had, which may not stand on."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    return bool(labels((old - new).elements()) - labels((new - old).elements()))
+    gone = collections.Counter(map(about, (old - new).elements()))
+    return not gone <= collections.Counter(map(about, (new - old).elements()))
 
 
-def set_down(view: View, units: list[Unit], depth: int, pending: dict[str, str]) -> None:
-    """Put lifted texts into the newest user turn, in front of what is said there; but what a later
-    message says anew goes in front of that message's turn: into the first one, while nothing of
-    that has been read."""
-    first = next((at for at, unit in enumerate(units) if unit.speaks()), 0)
-    old: dict[str, str] = {}
-    if depth <= first:
-        later = [text for unit in units[first:] for _, text in unit.blocks()]
-        old = {label: text for label, text in pending.items() if said_anew(text, later)}
-    insert_lifted(view, units[first], old)
-    insert_lifted(view, units[target_of(units)], {k: v for k, v in pending.items() if k not in old})
+def labels_of(text: str) -> set[str]:
+    """What stands before the colons of its lines."""
+    forms = map(form_of, text.splitlines())
+    return {form.partition(":")[0] for form in forms if ":" in form}
 
 
-def said_anew(text: str, later: list[str]) -> bool:
-    """Whether later texts say something of the kind of a lifted one."""
-    dated = [one for one in later if "date" in one or "time" in one]
-    if is_time(text) and any(re.search(_CLOCK, one) for one in dated):
-        return True
-    return not labels_of([text]).isdisjoint(labels_of(later))
+def settle_insertions(
+    history: History, depth: int, kept: list[int], lifted: dict[str, str]
+) -> tuple[int, dict[str, str]]:
+    """How many of the `depth` units may be restored, and what has then to be set down, by label, so
+    that the newest value of each stands last.
+
+    What the client no longer has must not stand on: from the unit that holds it on, its own form
+    goes. So does the newest user turn if answers stand behind it (a tool loop) and something new
+    has to be set down; only a clock time may wait. `kept`: places where something may stand.
+    """
+    wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
+    first = history.units[history.first]
+    if first.stored is not None and history.first < depth:
+        for number, (kind, now) in enumerate(first.blocks()):
+            if kind in REWRITABLE:
+                label = f"{REWRITTEN}{number}"
+                wanted[label], since[label] = now, history.first
+                standing[label] = now if (kind, now) in first.stored.blocks else ""
+    for at in kept:
+        stored = history.units[at].stored
+        for label, text in stored.inserted.items() if stored and at < depth else ():
+            standing[label] = text
+            since.setdefault(label, at)
+    gone = [
+        since[label]
+        for label, text in standing.items()
+        if label not in wanted
+        or (label.startswith(LEARNED) and labels_of(text) - labels_of(wanted[label]))
+    ]
+    if gone:
+        return settle_insertions(history, min(gone), kept, lifted)
+    pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+    if not pending or history.target >= depth:
+        return depth, pending
+    known = pending.keys() <= standing.keys()
+    if known and all(only_clock(standing[label], text) for label, text in pending.items()):
+        return depth, {}
+    return settle_insertions(history, history.target, kept, lifted)
 
 
-def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in a user turn; in front of all of it where a decoration
-    of the turn says something of the kind, because that is newer."""
-    if not pending:
-        return
-    unit.inserted = {**unit.inserted, **pending}
-    lifted = [text for label, text in pending.items() if not label.startswith("first ")]
-    pieces = [text for label, text in pending.items() if label.startswith("first ")]
-    if lifted:
-        pieces.insert(0, reminder("\n\n".join(lifted)))
+def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
+    """Put texts in front of what is said in the newest user turn; where nothing of the prompt has
+    been read, in the first one. What is said behind them may be newer: so they stand in front of a
+    decoration that says something of the kind."""
+    place = next(at for at, unit in enumerate(history.units) if unit.speaks())
+    if depth > place or not PERSONAL.isdisjoint(pending):
+        place = history.target
+    unit = history.units[place]
+    unit.inserted = pending
+    lifted = [text for label, text in pending.items() if not label.startswith(REWRITTEN)]
+    pieces = [reminder("\n\n".join(lifted))] if lifted else []
+    pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
     text = "\n\n".join(pieces)
     at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
     turn = unit.turns[at] = unit.turns[at].own()
@@ -2516,10 +2273,20 @@ def insert_lifted(view: View, unit: Unit, pending: dict[str, str]) -> None:
     if not slots:
         turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
         return
-    newer = said_anew("\n".join(pending.values()), [block for _, block in unit.blocks()])
+    newer = says_anew(pending.values(), [block for _, block in unit.blocks()])
     spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
     slot = slots[0] if newer or not spoken else spoken[-1]
     slot.set(text + "\n\n" + slot.get())
+
+
+def says_anew(texts: Iterable[str], decorations: list[str]) -> bool:
+    """Whether decorations say something of the kind of lifted texts."""
+    told = "\n".join(decorations).splitlines()
+    lifted = "\n".join(texts).splitlines()
+    dated = [line for line in told if "date" in line or "time" in line]
+    if any(map(is_time, lifted)) and any(map(ANY_TIME.search, dated)):
+        return True
+    return not set(map(about, told)).isdisjoint({*map(about, lifted)} - {""})
 
 
 class Editor:
@@ -2529,37 +2296,29 @@ class Editor:
         self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
         self.replay = Replay(config)
 
-    def apply(
-        self,
-        view: View,
-        report: Report,
-        client: bytes = b"",
-        size: int = 1 << 62,
-        learn: bool = True,
-    ) -> Trace:
-        """Edit a view in place; the arguments are those of Replay.apply(). Raises Unreadable."""
+    def apply(self, view: View, report: Report, asker: Asker = ANYBODY) -> Trace:
+        """Edit a view in place. Raises Unreadable."""
+        config, replay = self.config, self.replay
         report.items = len(view.turns)
-        scrubs = self.config.scrub and view.dialect.edited
-        if scrubs and goes_on_elsewhere(view):
+        if not (config.scrub and view.dialect.edited):
+            return Trace(replay.conversation(view))
+        if goes_on_elsewhere(view):
             report.note = "it goes on from what the server has stored"
-            scrubs = False
-        replays = scrubs and self.config.replay
-        if scrubs:
-            self.scrubber.apply(view, report)
-        if scrubs and self.config.system_first:
+            return Trace(replay.conversation(view))
+        self.scrubber.apply(view, report)
+        if config.system_first:
 
             def stays(turn: Turn) -> bool:
-                return replays and self.replay.stays(view, turn, client)
+                return config.replay and replay.stays(view, turn, asker.client)
 
             system_first(view, report, stays)
-        if not replays:
-            return Trace(self.replay.conversation(view))
-        said = [self.replay.said(turn) for turn in view.turns if turn.role == "user"]
-        lifted = []
-        if any(one.speaks for one in said):  # else it could not be set down
-            first = next((one.words for one in said if one.words), 0)
-            lifted = self.lifter.lift(view, hash((client, view.dialect.name, first)))
-        trace = self.replay.apply(view, lifted, report, client, size, learn)
+        if not config.replay:
+            return Trace(replay.conversation(view))
+        history, lifted = History(replay.units(view)), list[Lifted]()
+        if history.target:  # else it could not be set down
+            first = history.units[history.first].words
+            lifted = self.lifter.lift(view, hash((asker.client, view.dialect.name, first)))
+        trace = replay.apply(view, history, lifted, report, asker)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
 
@@ -2584,19 +2343,9 @@ def letters(text: str) -> str:
     return NOT_LETTERS.sub("", text) or text.strip()
 
 
-def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
-    """The letters of an answer, and the ids of its calls."""
-    if unit.spoken is None:
-        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-        calls = [plain(name) for name, _ in unit.calls]
-        unit.spoken = letters("\n".join(texts)), frozenset(calls)
-    return unit.spoken
-
-
 def agreement(record: Record, unit: Unit, at: int) -> int:
-    """Whether an assistant's turn is the answer that the server was heard to give when a record had
-    `at` units: the same calls, or the same words; of a long answer, all that the client kept of its
-    beginning or its end. 2: yes, 0: no, 1: the answer could not be read."""
+    """Whether a unit is the answer that the server was heard to give behind the first `at` units of
+    a record (2: yes, 0: no, 1: it could not be read); a long one by its beginning or its end."""
     if len(record.units) > at:
         return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
     answer = record.heard()
@@ -2604,14 +2353,13 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
         return 0
     if answer is ANY or answer is UNREAD:
         return 2 if answer is ANY else 1
-    said, calls = spoken(unit)
+    said, calls = unit.spoken
     if answer.calls or calls:
         part = not answer.complete and bool(calls & answer.calls)
         return 2 if calls == answer.calls or part else 0
-    opening = record.prefill + answer.opening
-    if answer.complete and said == opening:
+    if answer.complete and said == answer.opening:
         return 2 if said else 0
-    for heard in (opening, answer.closing):
+    for heard in (answer.opening, answer.closing):
         if min(len(heard), len(said)) >= LONG_ANSWER:
             longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
             if longer.startswith(shorter) or longer.endswith(shorter):
@@ -2634,16 +2382,14 @@ class CallField(NamedTuple):
 def call_fields(item: Json) -> list[CallField]:
     """The places of an item that hold ids of calls, in order."""
     found = []
-    for call in listed(item.get("tool_calls")):
-        if isinstance(call, dict):
-            function = members(call.get("function"))
-            found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
-    for part in listed(item.get("content")):
-        kind = part.get("type") if isinstance(part, dict) else ""
-        if kind == "tool_use":
+    for call in filter(members, listed(item.get("tool_calls"))):
+        function = members(call.get("function"))
+        found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
+    for part in map(members, listed(item.get("content"))):
+        if part.get("type") == "tool_use":
             found.append(CallField(part, "id", part, canonical(part.get("input"))))
-        elif kind == "tool_result":
-            found.append(CallField(part, "tool_use_id", None, result_text(part.get("content"))))
+        elif part.get("type") == "tool_result":
+            found.append(CallField(part, "tool_use_id", None, canonical(part.get("content"))))
     if "tool_call_id" in item:
         found.append(CallField(item, "tool_call_id", item, ""))
     elif "call_id" in item:
@@ -2653,167 +2399,124 @@ def call_fields(item: Json) -> list[CallField]:
     return found
 
 
+def canonical(value: Any) -> str:
+    """A call's arguments, or a result, in one spelling."""
+    said = []
+    for part in value if isinstance(value, list) else [value]:
+        text = part.get("text") if members(part).get("type") == "text" else part
+        if isinstance(text, str) and text[:1] == "{":
+            with contextlib.suppress(ValueError, RecursionError):
+                text = json.loads(text)
+        said.append(text if isinstance(text, str) else _sorted_json(text))
+    return "\n".join(said)
+
+
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
-    """Hashes of what a turn says beside its texts: calls, results, images, a name; and whether
-    there is anything but results of tools among it."""
-    fields = call_fields(turn.item or {})
-    said: list[Any] = [(plain(field.holder.get(field.key)), field.said) for field in fields]
+    """Hashes of what a turn says beside its texts, and whether more than calls or results is among
+    it: images, a name."""
+    item, content = turn.item or {}, turn.holder.get(turn.key)
+    said = [hash((plain(one.holder.get(one.key)), one.said)) for one in call_fields(item)]
     count = len(said)
-    content = turn.holder.get(turn.key)
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, dict) and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
-            said.append(_sorted_json(bare(part)))
-    if turn.role == "user" and "name" in (turn.item or {}):
-        said.append(str((turn.item or {})["name"]))
-    return [hash(one) for one in said], len(said) > count
-
-
-def canonical(arguments: Any) -> str:
-    """A call's arguments in one spelling: the server parses them."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return _sorted_json(json.loads(arguments))
-        return arguments
-    return _sorted_json(arguments)
-
-
-def result_text(content: Any) -> str:
-    """A tool's result; a text and a list of one text are the same."""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        texts.append(text if isinstance(text, str) else _sorted_json(text))
-    return "\n".join(texts)
+    for part in map(members, content if isinstance(content, list) else [content]):
+        if part and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
+            said.append(hash(_sorted_json(bare(part))))
+    if turn.role == "user" and "name" in item:
+        said.append(hash(str(item["name"])))
+    return said, len(said) > count
 
 
 def calls_of(turn: Turn) -> tuple[Call, ...]:
     """(id, name) of the calls or results in a turn, in order."""
-    calls = []
-    for holder, key, named, _ in call_fields(turn.item or {}):
-        calls.append((str(holder.get(key)), str((named or {}).get("name") or "")))
-    return tuple(calls)
+    fields = call_fields(turn.item or {})
+    return tuple(
+        [
+            (str(one.holder.get(one.key)), str(members(one.named).get("name") or ""))
+            for one in fields
+        ]
+    )
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
-    """Give calls or results the ids, names and order in which they were sent first; whether that
-    changed anything."""
-    mine = unit.calls
-    if mine == first:
+    """Give calls or results the ids, names and order of the first time; whether they changed."""
+    spelled = {plain(ident): (ident, name) for ident, name in first}
+    mine = sorted([plain(ident) for ident, _ in unit.calls])
+    if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
         return False
-    spelled = {plain(name): (place, name, word) for place, (name, word) in enumerate(first)}
-    if len(spelled) != len(first) or sorted(spelled) != sorted(plain(name) for name, _ in mine):
-        return False
-    turns: list[tuple[int, Turn]] = []
+    rank = {ident: place for place, ident in enumerate(spelled)}
+    last = len(rank)
+    turns = []
     for turn in unit.turns:
-        item = copy.deepcopy(turn.item) if turn.item is not None else None
-        if item is None or not (fields := call_fields(item)):
-            turns.append((turns[-1][0] if turns else 0, turn))
-            continue
+        item = copy.deepcopy(turn.item or {})
+        fields = call_fields(item)
         for holder, key, named, _ in fields:
-            _, holder[key], name = spelled[plain(holder[key])]
+            holder[key], name = spelled[plain(str(holder.get(key)))]
             if named is not None and named.get("name", "") != name:
                 named.pop("name", None)
                 if name:
                     named["name"] = name
-        order_results(item, spelled)
-        turns.append((min(spelled[plain(one.holder[one.key])][0] for one in fields), turn_of(item)))
+        parts = listed(item.get("content"))
+        parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), last))
+        turns.append(turn_of(item) if fields else turn)
     if unit.role == "tool":
-        turns.sort(key=lambda one: one[0])
-    unit.turns = [turn for _, turn in turns]
+        turns.sort(key=lambda turn: min([last, *[rank[plain(one)] for one, _ in calls_of(turn)]]))
+    unit.turns = turns
     return True
-
-
-def order_results(item: Json, spelled: dict[str, tuple[int, str, str]]) -> None:
-    """Put the results in a message into the order in which they were sent first."""
-    parts = listed(item.get("content"))
-    places = [
-        at for at, part in enumerate(parts)
-        if isinstance(part, dict) and part.get("type") == "tool_result"
-    ]  # fmt: skip
-    ordered = sorted(
-        [parts[at] for at in places], key=lambda part: spelled[plain(part["tool_use_id"])][0]
-    )
-    for at, part in zip(places, ordered, strict=True):
-        parts[at] = part
 
 
 # --- tools: first-seen form, first-seen order -----------------------------------------------------
 
 
 class Tools:
-    """The forms and orders in which tools were sent first. Bounded; safe for many threads."""
+    """The forms and the order in which tools were sent first. Bounded; safe for many threads."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+        self.ranks = itertools.count()
+        self.known: collections.OrderedDict[int, tuple[int, str]] = collections.OrderedDict()
+        self.forms: dict[int, tuple[Any, dict[int, str]]] = {}  # see read()
 
-    def get(self, client: bytes, *key: Any) -> Any:
-        """What was put there by a client, or else by the warm-up; or None. It is used now."""
+    def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
+        """The rank and the form of a tool when a client, or else the warm-up, sent it first."""
+        places = [hash((client, name)) for client in (asker.client, ANYBODY.client)]
         with self.lock:
-            for place in (hash((client, *key)), hash((b"", *key))):
-                if place in self.entries:
-                    self.entries.move_to_end(place)
-                    return self.entries[place][0]
-        return None
-
-    def put(self, value: Any, size: int, *key: Any) -> None:
-        """Keep a value; what takes more than half of the room is not worth all the others."""
-        place = hash(key)
-        with self.lock:
-            self.size -= self.entries.pop(place, (None, 0))[1]
-            if size <= self.limit >> 1:
-                self.entries[place] = value, size
-                self.size += size
+            for place in places:
+                if place in self.known:
+                    self.known.move_to_end(place)
+                    return self.known[place]
+            new = next(self.ranks), form
+            if asker.learn and len(form) <= self.limit >> 1:
+                self.known[places[0]] = new
+                self.size += 300 + len(form)
             while self.size > self.limit:
-                self.size -= self.entries.popitem(last=False)[1][1]
+                self.size -= 300 + len(self.known.popitem(last=False)[1][1])
+        return new
 
-    def apply(
-        self,
-        view: View,
-        client: bytes,
-        conversation: str,
-        follows: bool,
-        report: Report,
-        learn: bool,
-    ) -> None:
-        """Send a tool that differs from an earlier one in key order only as it was sent then, and
-        keep the order. `follows`: the conversation goes on, so that new tools go to the end."""
+    def read(self, tools: list[Json]) -> dict[int, str]:
+        """The JSON of each tool, by a hash of what it says; the Reader's lists are shared."""
+        known = self.forms.get(id(tools))
+        if known is None or known[0] is not tools:
+            bared = map(bare, tools)
+            known = tools, {hash(_sorted_json(tool)): json.dumps(tool) for tool in bared}
+            if sum(map(len, known[1].values())) <= 1 << 18:
+                remember(self.forms, id(tools), known, 16)
+        return known[1]
+
+    def apply(self, view: View, asker: Asker) -> bool:
+        """Send tools in the form and order in which they were sent first, new ones at the end;
+        whether that changed anything."""
         tools = view.body.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            return
-        if not tools:
-            return
-        listing = hash(json.dumps(tools))
-        order = self.get(client, "unchanged", listing)
-        for name in order or ():
-            self.get(client, "form", name)  # it is in use
-        if order is None or self.get(client, "order", frozenset(order)) is None:
-            names = [hash(_sorted_json(bare(tool))) for tool in tools]
-            known = set(names)
-            if len(known) != len(names):
-                return
-            forms = {name: json.dumps(bare(tool)) for name, tool in zip(names, tools, strict=True)}
-            first = {name: self.get(client, "form", name) or forms[name] for name in names}
-            order = self.get(client, "order", frozenset(names))
-            if order is None:
-                before = (self.get(client, "talk", conversation) if follows else None) or []
-                old = set(before)
-                order = before + [name for name in names if name not in old]
-                if not old <= known:
-                    order = names
-            if order != names or first != forms:
-                view.body["tools"] = [json.loads(first[name]) for name in order]
-                report.tools_restored += 1
-            elif learn:
-                self.put(order, 200 + 40 * len(order), client, "unchanged", listing)
-            if learn:
-                for name, form in first.items():
-                    if form is forms[name]:
-                        self.put(form, 300 + len(form), client, "form", name)
-                self.put(order, 200 + 40 * len(order), client, "order", frozenset(names))
-        if learn:
-            self.put(order, 200 + 40 * len(order), client, "talk", conversation)
+            return False
+        forms = self.read(tools)
+        if len(forms) != len(tools):
+            return False  # one stands there twice
+        first = sorted([self.first(asker, name, form) for name, form in forms.items()])
+        sent = [form for _, form in first]
+        if sent == list(forms.values()):
+            return False
+        view.body["tools"] = list(map(json.loads, sent))
+        return True
 
 
 # ==================================================================================================
@@ -2839,59 +2542,51 @@ class Usage:
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
-    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
-    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "cached_tokens": "cached",
+    "prompt_cache_hit_tokens": "cached", "completion_tokens": "output", "output_tokens": "output",
+    "predicted_n": "output", "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
     # Anthropic's: input_tokens are only what was not cached.
     "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    # llama.cpp's result_timings::to_json
-    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
 USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
-    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
+def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
+    """The events in an answer's first bytes, and in its last ones if it is longer; without streams
+    there is one. Of an event whose beginning is cut off, its numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            with contextlib.suppress(ValueError, RecursionError):
-                if "{" in one:
+            if "{" in one:
+                try:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                continue
-            if window is (last or first):
-                events.append(numbers_at_end(one))
+                except (ValueError, RecursionError):
+                    if window is (last or first):
+                        events.append(numbers_at_end(one))
         windows.append(events)
     return windows
 
 
 def numbers_at_end(text: str) -> Json:
-    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
-    that is its last member; not those of a tool call's input, which may have such names."""
+    """The last members with numbers of a JSON object that is cut off."""
     found: Json = {}
     for member in list(USAGE_MEMBER.finditer(text))[-2:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            value, end = json.JSONDecoder().raw_decode(text, member.end())
-            for opening in ('{"":0', '{"":{"":0'):
-                with contextlib.suppress(ValueError):
-                    json.loads(opening + text[end:])
-                    found[member[1]] = value
+        with suppress(ValueError, RecursionError):
+            found[member[1]] = json.JSONDecoder().raw_decode(text, member.end())[0]
     return found
 
 
-def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
-    in their events, where they are known."""
+def usage_of(windows: list[list[Json]]) -> Usage:
+    """The cache numbers in the events of an answer (llama-server, LM Studio, others)."""
     found: Json = {}
-    for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in (event, event.get("response"), event.get("message")):
-            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
-                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+    for event in itertools.chain(*windows):
+        for part in (event, members(event.get("response")), members(event.get("message"))):
+            for name in USAGE_NAMES.intersection(part):
+                read_numbers(found, name, part[name])
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2906,34 +2601,29 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
-def read_numbers(found: Json, numbers: Json) -> None:
-    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
-    for key, number in numbers.items():
-        if isinstance(number, dict):
-            read_numbers(found, number)
-        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
-            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
+def read_numbers(found: Json, key: str, value: Any) -> None:
+    """Enter a number, or those of a usage or timings object, into `found`."""
+    if isinstance(value, dict):
+        for name, number in value.items():
+            read_numbers(found, name, number)
+    elif key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
 
 
-# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
-_PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {
-    **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
-    "delta": ("response.output_text.delta",),
-    "content": _PLAIN,
-    "text": _PLAIN,
-}
+# What leads to the words and calls of an answer, and the types of objects that hold words.
+ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
+               "item", "output")  # fmt: skip
+WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
-    from their events."""
-    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
-    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+def heard_answer(windows: list[list[Json]]) -> Heard:
+    """What an answer says, by the events of its beginning and, if it is long, of its end."""
+    said = [list(answer_parts(events)) for events in windows]
+    texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
-    if not calls and not any(windows):
+    if not calls and not any(texts):
         return UNREAD
-    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2950,7 +2640,7 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             part = value[name]
             if not isinstance(part, str):
                 yield from answer_parts(part, name)
-            elif kind in ANSWER_KEYS[name]:
+            elif kind in WORD_TYPES and name != "message":  # that is an error's
                 yield part, ""
 
 
@@ -2972,7 +2662,7 @@ def part_text(value: Any) -> str:
     without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
     stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, list):
@@ -3008,104 +2698,82 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
-    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
-    the turns with which it was sent.
 
-    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
-    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
-    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
-    finished."""
-
-    SEGMENTS = 4096  # those behind are not looked at
+    Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
+    before the turns, `turns` has one of all turns up to each. `time` is on any clock; `sent` is the
+    prompt as it came, if it was edited. The last three members are known when the request ends."""
 
     def __init__(
-        self,
-        view: View,
-        talk: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-        sent: Prompt | None = None,
-        side: bool = True,
+        self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
-        """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock; `side`: whether it may be a side request."""
-        self.conversation, self.time = talk, now
-        self.side = side_of(view, headers or {}) if side else ""
+        self.conversation, self.side, self.time, self.sent = talk, side, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
-        shared = {text: text for _, text in sent.segments} if sent is not None else {}
+        self.system = "\n".join([text for _, text in self.segments])
+        self.tools = list[str]()
         for tool in listed(view.body.get("tools")):
+            self.tools.append(tool_name(tool))
             text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
-        self.first, number = min(len(self.segments), self.SEGMENTS), 1
-        self.reasoning = set[int]()
+            self.segments.append((f"tool {self.tools[-1]}", text))
+        self.first = len(self.segments)  # place of the first turn
+        self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
+        self.answers = number = link = 0  # how many turns there are up to the last answer
+        self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
-        for turn in turns[: self.SEGMENTS]:
+        for turn in turns:
             item = turn.item or {}
-            content = item.get("content")
-            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
-            reasons = turn.role == "reasoning"
-            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
-            if reasons or more:
-                self.reasoning.add(number)
-            if reasons:
+            kinds = [members(part).get("type") for part in listed(item.get("content"))]
+            reasons = any(kind in REASONING_PARTS for kind in (item.get("type"), *kinds))
+            if reasons or item.get("reasoning_content"):
+                self.reasoning.add(number + 1)
+            if turn.role == "reasoning":
                 continue
+            number += 1
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            number += 1
-        del self.segments[self.SEGMENTS :]
-        self.system = "\n".join(text for name, text in self.segments if name == "system")
-        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
-        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
-        self.head = self.chain[self.first - 1] if self.first else 0
+            self.turns.append(link := hash((link, self.segments[-1])))
+            if role == "assistant":
+                self.answers = number
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        # In bytes: PEP 393, with one emoji four for each character of a text.
-        texts = {id(text): text for _, text in self.segments}
-        rows = len(self.segments)
-        if sent is not None:
-            texts |= {id(text): text for _, text in sent.segments}
-            rows += len(sent.segments)
-        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
-        self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        held = self.segments + (sent.segments if sent is not None else [])
+        texts = {id(text): text for _, text in held}
+        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
         self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = self.side or (later if self.answered(0) else "first prompt")
+            self.step = side or (later if self.answers else "first prompt")
+        self.tokens: int | None = None
+        self.number, self.first_pace = 0, 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def said(self) -> list[str]:
-        """The user texts."""
-        return [text for name, text in self.segments if "(user)" in name]
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
-
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
+        count = len(base.turns)
+        if self.turns[count - 1 : count] == base.turns[-1:]:
+            return True
         (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
-        return raw or self.turns[: len(base.turns)] == base.turns
+        return name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
         return self.head == base.head and self.has_turns_of(base)
 
+    def depth(self, other: Prompt) -> int:
+        """The number of segments that it begins with as another prompt does."""
+        if self.head == other.head:
+            return self.first + common_prefix(self.turns, other.turns)
+        return common_prefix(self.segments[: self.first], other.segments[: other.first])
+
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
+        depth = self.depth(other)
+        if depth == len(other.segments):
+            return other.size
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
-        return sum(len(text) for _, text in self.segments[:depth]) + more
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -3118,16 +2786,14 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
+    """Whether half of the longer text is common: its start and end, or its lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
     a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    return sum(map(len, set(a.splitlines()) & set(b.splitlines()))) > wanted
 
 
 KINDS = (  # what a differing span looks like, most telling first
@@ -3206,25 +2872,16 @@ class Verdict:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
         if self.name == "new branch" and self.kind in ("regenerated", "edited"):
             return f"goes on from an older prompt than the newest one ({self.kind})"
-        if self.name != "rewritten":
+        if self.name != "rewritten" or self.kind == "reasoning":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        elif self.kind == "reasoning":
-            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        return "; ".join(filter(None, (told, self.remedy())))
+        return f"{told}; {self.remedy()}".rstrip("; ")
 
     def remedy(self) -> str:
         """What helps."""
-        return " ".join(filter(None, (self.advice, self.cure)))
-
-
-MOVED_ALONE = "by kvproxy itself; the client only went on"
-MOVED_BESIDE = (
-    "by kvproxy itself, since the system prompt says something else, or another conversation is"
-    " alike up to here; the client's messages only went on"
-)
+        return f"{self.advice} {self.cure}".strip()
 
 
 @dataclasses.dataclass
@@ -3238,13 +2895,12 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
-    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     place: int = 0  # of the segment where they part
     learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: str = ""  # what kvproxy moved, while the client's messages only went on
+    moved: bool = False  # by kvproxy itself: the client's messages only went on
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
@@ -3262,9 +2918,8 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
-        was learned."""
+        """Compare a prompt with those before it, and remember it; settle() comes later. `lost_at`:
+        when the server was last away, on the prompts' clock; `shapes`: what was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -3273,40 +2928,29 @@ class Ledger:
                 self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        if not stored or not prompt.chain:
+        if not stored or not prompt.segments:
             return case
-        case.base = base = previous(prompt, stored)
+        case.base = previous(prompt, stored)
+        base = case.base
         if base is None:  # of other conversations the closest one, rather one with the same tools
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        case.whole = case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        if case.base is not None and sent.goes_on(base.sent or base):
-            case.moved = MOVED_ALONE
-        newer = stored[: stored.index(base)]
-        case.between, case.away = newer[:COMPARED], base.time < lost_at
-        if case.whole:
-            verdict.name, talk = "extended", (base.conversation, base.head)
-            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
-            if again and not prompt.side:
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
-            return case
-        locate_change(case, base, shapes)
-        place = verdict.where.partition(" ")[0]
-        if place == "turn" and case.base is not None and sent.has_turns_of(base.sent or base):
-            case.moved = case.moved or MOVED_BESIDE
-        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
-        same_agent = place != "system" or alike(base.system, prompt.system)
-        if not prompt.side and same_agent and (goes_on or volatile):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        talks = [(one.conversation, one.head) for one in newer if not one.side]
+        if not case.whole:
+            judge_change(case, base, shapes)
+        elif prompt.side or (base.conversation, base.head) not in talks:
+            verdict.name = "extended"
         else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+            same = len(prompt.turns) == len(base.turns)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
 
 
@@ -3315,38 +2959,29 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     of its history; what stands before the turns does not count. One whose last message alone was
     put in another way (a branch, a question beside the conversation) is passed over."""
     talk, side = prompt.conversation, prompt.side
-    named = (one for one in stored if one.conversation == talk and (side or not one.side))
-    own = list(itertools.islice(named, COMPARED))
-    whole = next((one for one in own if prompt.has_turns_of(one)), None)
-    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
-    own += [one for one in newer if one.conversation != talk]  # its name may have changed
-    whole = changed = None
-    deepest = reached = -1
-    for entry in own:
-        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
-        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
-        if whole is not None and whole.head == prompt.head and not deeper:
+    named = [one for one in stored if one.conversation == talk and (side or not one.side)]
+    own = named[:COMPARED]
+    near = [one for one in stored[:LOOKED_AT] if one.conversation != talk and not one.side]
+    best, reached = None, -1
+    for one in own + near:  # its name may have changed
+        whole = prompt.has_turns_of(one)
+        depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
+        if depth < reached or not (whole or prompt.answers > depth):
             continue
-        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
-        later = changed is None and depth > deepest and prompt.answered(depth)
-        if not (begins and depth >= deepest) and not later:
+        tie = best if depth == reached else None
+        if tie and (not whole or tie.head == prompt.head):
             continue
-        if entry.conversation != talk and not looks_alike(prompt, entry):
+        if tie and prompt.common(one) <= prompt.common(tie):
             continue
-        if not begins:
-            changed, reached = entry, depth
-        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
-            whole, deepest = entry, depth
-    if whole is None or deepest <= reached:
-        return changed
-    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
-    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
-        return whole
-    said = prompt.segments[prompt.first + deepest :]
-    while said and "(assistant)" not in said[-1][0]:
-        said.pop()
-    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
-    return newest if in_history else whole
+        if one.conversation == talk or looks_alike(prompt, one):
+            best, reached = one, depth
+    newest = max(own[:1] + near[:1], key=lambda one: one.time, default=best)
+    if best is None or newest is None or newest is best:
+        return best
+    # It was made from the newest one if the last message of that is history now.
+    history = prompt.segments[prompt.first + reached : prompt.first + prompt.answers]
+    made = newest.segments[-1][1] in [text for _, text in history]
+    return newest if made and (newest.conversation == talk or looks_alike(prompt, newest)) else best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3354,58 +2989,88 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
     if name.endswith("(prompt)"):
         return prompt.goes_on(one)
-    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+    if prompt.side or one.side or not one.turns or not prompt.answers:
         return False
     if not (first in opening or opening in first or alike(first, opening)):
         said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
-        if not any(text in said for _, text in one.segments[one.first :]):
+        if said.isdisjoint([text for _, text in one.segments[one.first :]]):
             return False
     return alike(one.system, prompt.system)
+
+
+def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
+    """Name what became of a prompt that does not go on from an earlier one."""
+    verdict, prompt = case.verdict, case.prompt
+    locate_change(case, base, shapes)
+    place, same_talk = verdict.where.partition(" ")[0], case.base is not None
+    sent, base_sent = prompt.sent or prompt, base.sent or base
+    if same_talk and sent.has_turns_of(base_sent):
+        case.moved = place == "turn" or sent.head == base_sent.head
+    goes_on = same_talk and (place == "turn" or prompt.answers > 0)
+    volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
+    same_agent = place != "system" or alike(base.system, prompt.system)
+    if same_agent and (goes_on or volatile) and not prompt.side:
+        verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
 def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    depth = common_prefix(prompt.chain, base.chain)
+    case.place = depth = prompt.depth(base)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    case.place = depth
     if base.system != prompt.system:
-        verdict.where, old, new = "system", base.system, prompt.system
-        rows = {shape: shape.row() for shape in shapes}
-        left, pieces = lift_text(old, rows.values())
-        if pieces and left != new:
-            old = left  # something else changed as well
-        elif pieces:
-            found = {label for label, _ in pieces}
-            case.learned = [shape for shape, row in rows.items() if row.label in found]
-            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
-            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
-            old, new = changed[0][1], now.get(changed[0][0], "")
+        verdict.where = "system"
+        old, new = system_change(case, base, shapes)
     elif base.tools != prompt.tools:
-        order = sorted(base.tools) == sorted(prompt.tools)
-        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
-        at = common_prefix(base.tools, prompt.tools)
-        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
-        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
-        return
+        same = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
+        old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
-        verdict.kind = "another order"
-    elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, new = old_name, "taken out", ""
-    elif new and stands_behind(old, prompt, depth):
-        verdict.kind, old = "put in", ""
-    elif sorted(old.split()) == sorted(new.split()):
-        moved = "(tool)" in name and "(tool)" not in old_name
-        other = "another form" if old.split() == new.split() else "another order"
-        verdict.kind = "moved into the result" if moved else other
+    else:
+        verdict.kind = moved_text(base, prompt, depth)
+        if verdict.kind == "taken out":
+            verdict.where, new = old_name, ""
+        elif verdict.kind == "put in":
+            old = ""
     case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
+
+
+def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
+    """The system texts that differ; or the two values of what was learned from this very prompt."""
+    prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
+    rows = [shape.row() for shape in known.values()]
+    left, pieces = lift_text(base.system, rows)
+    if left != prompt.system:
+        return left, prompt.system  # something else changed as well
+    case.learned = [known[label] for label, _ in pieces]
+    now = dict(lift_text((prompt.sent or prompt).system, rows)[1])
+    label, value = next((one for one in pieces if one[1] != now.get(one[0])), pieces[0])
+    return value, now.get(label, "")
+
+
+def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
+    """How a text has moved at the place where two prompts part; '' if it has not."""
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
+    later, earlier = stands_behind(new, base, depth), stands_behind(old, prompt, depth)
+    if later and earlier:
+        return "another order"
+    answer = "(assistant)" in name and "(assistant)" not in old_name
+    if old and (later or answer or not name):
+        return "taken out"
+    if new and earlier:
+        return "put in"
+    if sorted(old.split()) != sorted(new.split()):
+        return ""
+    if "(tool)" in name and "(tool)" not in old_name:
+        return "moved into the result"
+    return "another form" if old.split() == new.split() else "another order"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3416,117 +3081,89 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
-
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
-    none would, or it is set already."""
-    verdict, texts, pattern = case.verdict, case.texts, ""
-    system, order = verdict.where == "system", verdict.kind == "tool order"
-    if case.learned:
-        verdict.advice = "learned: it is lifted from now on"
-    if not system and "(user)" not in verdict.where and not order:
+    """Name the setting that would have kept a rewritten prompt the same, if there is one."""
+    verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
+    system, user = verdict.where == "system", "(user)" in verdict.where
+    if not system and not user and verdict.kind != "tool order":
         return
-    for switch in ("scrub", "replay", "lift" if system else "replay"):
+    for switch in ("scrub", "replay", "lift") if system else ("scrub", "replay"):
         if not getattr(config, switch):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    if system:
-        pattern = lift_pattern(case)
-    elif not order and (pattern := block_pattern(*texts)):
-        prompts = [one for one in (case.base, case.prompt) if one is not None]
-        came = (text for one in prompts for text in (one.sent or one).said())
-        if not any(text != without_block(pattern, text) for text in came):
-            pattern = ""  # not the client, but kvproxy wrote it
-        elif not replayable(case, pattern):
-            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
+    if case.learned:
+        pattern = "|".join([shape.pattern() for shape in case.learned])
+        price = "learned: it is lifted from now on; from the first request on with"
+    elif system:
+        pattern = lines_pattern(*case.texts)
+    elif user:
+        name, pattern = block_cure(case)
+        if name == "STRIP_REGEX":
+            price = "this cures it, but the model sees it no more:"
+    pattern = re.sub(r"\\([ \-#&~])", r"\1", pattern)  # these need no escape
     if pattern and pattern not in getattr(config, name.lower()):
         quote = '"' if "'" in pattern else "'"
-        verdict.cure = f"{name}={quote}{pattern}{quote}"
-        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
-        verdict.advice += "; from the first request on with" if case.learned else price
-
-
-def lift_pattern(case: Case) -> str:
-    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
-    old, new = case.texts
-    if case.learned and case.compared is not None:  # as they came
-        both = (one.sent or one for one in (case.compared, case.prompt))
-        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
-    pattern = lines_pattern(old, new)
-    if pattern or len(case.learned) != 1:
-        return pattern
-    pattern = case.learned[0].pattern()
-    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
-    return pattern if found and found_now and old == new else ""
+        verdict.advice, verdict.cure = price, f"{name}={quote}{pattern}{quote}"
 
 
 def without_block(pattern: str, text: str) -> str:
-    """A text without what the pattern of a block finds; as it is if the block begins so often that
-    looking for its ends could take long."""
+    """A text without a block, unless that begins so often that looking for its ends takes long."""
     opening = pattern.partition(".*?")[0]
     many = sum(1 for _ in re.finditer(opening, text)) > 64
     return text if many else re.sub(pattern, "", text)
 
 
-def replayable(case: Case, pattern: str) -> bool:
-    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
-    that another one was answered and spoken behind it."""
-    now = case.texts[1]
-    if now != without_block(pattern, now):
-        return False
+def block_cure(case: Case) -> tuple[str, str]:
+    """The setting, and its pattern, that would have kept a user text the same; '' without one.
 
-    def later(prompt: Prompt) -> bool:
-        behind = iter(prompt.segments[case.place :])
-        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-        said = (text for name, text in behind if "(user)" in name)
-        words = (without_block(pattern, text).strip() for text in said)
-        return answered and any(words)
-
-    return later(case.prompt) and not (case.base is not None and later(case.base))
-
-
-def strip_pattern(case: Case, pattern: str) -> str:
-    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
-    message is empty; '' where that is not so."""
-    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
-    if "<system-reminder>" in pattern:  # clients tell many things in this way
-        return ""
-    if not all(without_block(pattern, text).strip() for text in said):
-        return ""
-    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
-        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
-        if len({without_block(more, text) for text in case.texts}) == 1:
-            return more
-    return ""
+    REPLAY_REGEX restores a block that stood in the newest message, and is gone now that another one
+    was answered and spoken behind it. STRIP_REGEX must not make a message empty."""
+    pattern, now = block_pattern(*case.texts), case.texts[1]
+    if not pattern:
+        return "REPLAY_REGEX", ""
+    prompts = [one for one in (case.prompt, case.base) if one is not None]
+    spoken = [spoken_behind(one, case.place, pattern) for one in prompts]
+    if now == without_block(pattern, now) and spoken in ([True], [True, False]):
+        return "REPLAY_REGEX", pattern
+    said = [text for one in prompts for name, text in one.segments if "(user)" in name]
+    if all(without_block(pattern, text).strip() for text in said):
+        for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
+            if len({without_block(form, text) for text in case.texts}) == 1:
+                return "STRIP_REGEX", form
+    return "STRIP_REGEX", ""
 
 
-def shape(text: str) -> str:
+def spoken_behind(prompt: Prompt, place: int, pattern: str) -> bool:
+    """Whether something was answered behind a place, and then said beside a block."""
+    behind = iter(prompt.segments[place:])
+    answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
+    said = [text for name, text in behind if "(user)" in name]
+    return answered and any(without_block(pattern, text).strip() for text in said)
+
+
+def varying(text: str) -> str:
     """A pattern for a piece of a line: numbers and names of days and months may vary."""
-    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of whole lines, each there once, without which two system texts are equal."""
-    before, after = old.split("\n"), new.split("\n")
-    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
-    patterns = []
-    for was, now in pairs[:CURE_LINES]:
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
+    patterns, texts = [], [old, new]
+    for was, now in [(was, now) for was, now in pairs if was != now][:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
-    texts = [old, new]
-    for pattern in patterns:
-        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+        pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
+        patterns.append(pattern)
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+    return "|".join(patterns) if texts[0] == texts[1] else ""
 
 
 def block_pattern(old: str, new: str) -> str:
@@ -3539,11 +3176,12 @@ def block_pattern(old: str, new: str) -> str:
         block = text[start : end if end >= 0 else None].strip()
         line = block.split("\n")[0]
         typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
+        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
+        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
             left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
@@ -3555,91 +3193,93 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
-    What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens too few were reused; 0 where that is little or unknown."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
-    exact = base.tokens if base is not None and case.whole else None
-    exact = case.ahead or exact
+    exact = case.ahead or (base.tokens if base is not None and case.whole else None)
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
-    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    little = max(64, verdict.expected * (0.25 if exact is None else 0.01))
     due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
     return missing if due and missing >= little else 0
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the
-    verdict."""
-    verdict = case.verdict
+    """Weigh a verdict against what the server says it reused."""
+    verdict, base = case.verdict, case.base
     case.prompt.tokens = usage.prompt
-    verdict.base = case.base.number if case.base is not None else 0
+    verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case)
+        if case.first_byte and case.prompt.size:
+            tell_pace(case, 1_000_000 * case.first_byte / case.prompt.size)
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
-    if verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.advice = case.moved
-        if not case.moved:
-            tell_cure(case, config)
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client's messages only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        tell_cure(case, config)
 
 
-def tell_pace(case: Case) -> None:
-    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
-    request of its conversation, which the server had to read as a whole."""
-    prompt, base = case.prompt, case.base
-    if not case.first_byte or not prompt.size:
-        return
-    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
-    if base is not None and base.first_pace:
-        prompt.first_pace = base.first_pace
-        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
-        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
+def tell_pace(case: Case, pace: float) -> None:
+    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
+    first = case.base.first_pace if case.base is not None else 0
+    case.prompt.first_pace = first or pace
+    if first:
+        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, base = case.verdict, case.base or case.prompt
+    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    had = base.reasoning if case.whole else set()
-    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
+    dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
+    if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
+        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
+        verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    numbers: Json = {"minutes": round(case.idle / 60)}
     if case.away:
         cause = "away"
     elif case.between:
-        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
-        # unless set) of its prompt; what the slot held goes to the host cache only if less than
-        # half of it stays (server-context.cpp, get_available_slot).
-        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
-        other = max(shares, key=shares.__getitem__)
-        share, size = shares[other], other.tokens or other.size // 4
-        wanted = math.ceil(100 * share + 1) / 100
-        same = other.conversation == base.conversation
-        who = "a request of the same chat in another form" if same else "another conversation"
-        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
-        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
         cause = "taken"
+    elif case.idle > 300:
+        cause = "idle"
     else:
-        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
-        cause = "idle" if case.idle > 300 else some
-    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
-    if numbers.get("share", 0) > 0.1:
-        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
-        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-        why = ADVICE["slot taken"] + told
-    still = f"{cached:,} of {expected:,} tokens were still there"
-    verdict.advice = f"{still}: {why.format(**numbers)}"
+        cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
+    why = advice(cause, config).format(minutes=round(case.idle / 60))
+    if cause == "taken":
+        why = who_took_it(case, base, expected / total)
+    verdict.name, verdict.kind = "lost", cause
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
     loop = base.step == "tool step" or base.reasoning
-    if case.prompt.step == "user turn" and loop and cause != "away":
+    if prompt.step == "user turn" and loop and cause != "away":
         verdict.advice += OR_TEMPLATE
+
+
+def who_took_it(case: Case, base: Prompt, due: float) -> str:
+    """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt (server-context.cpp, get_available_slot)."""
+    shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+    other = max(shares, key=shares.__getitem__)
+    share, size = shares[other], other.tokens or other.size // 4
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    who = f"a {other.side} request" if other.side else who
+    if share <= 0.1:
+        return f"{who} {ADVICE['taken']}"
+    wanted = math.ceil(100 * share + 1) / 100
+    several = "several slots" if wanted < due else "no -sps"
+    helps = {None: ("one slot", several), 1: ("one slot",)}.get(case.slots, (several,))
+    told = "; ".join([ADVICE[name] for name in helps]).format(wanted=wanted)
+    shared = f"which shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, {shared} and so was given this slot: {told}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3647,10 +3287,7 @@ _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
-    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
-    " keep both",
-    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
-    " ({share:.2f}) and so was given this slot: ",
+    "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
     "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
     " conversations start cold",
@@ -3662,20 +3299,16 @@ ADVICE = {
     "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
-    " again",
+    "rewritten": "have the client keep it as it was, where it can",
     # of server logs
-    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
-    " --ctx-checkpoints, --swa-full",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
-    " larger host cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation"
-    " took the slot",
+    "full re-processing": f"{_KINDS}, without a checkpoint before the change (--ctx-checkpoints)",
+    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
+    "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
     " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
     # of `check`
-    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
-    " a run of `python kvproxy.py bench` shows it",
+    "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
+    " `python kvproxy.py bench` shows it",
     "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
     "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
     " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
@@ -3683,8 +3316,6 @@ ADVICE = {
     " (16,000-60,000): raise -c or lower -np",
     "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
-
-
 # Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
 OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
@@ -3707,18 +3338,16 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(view: View, headers: Mapping[str, str]) -> str:
+def side_of(view: View, agent: str) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
-    fault."""
+    sub-agent), which has a prompt of its own; '' for others. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get(AGENT_ID):
+    if agent:
         return "sub-agent"
-    told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
-        return "title"  # Codex says so, or wants a property of this name
+    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
+        return "title"
     if body.get("tools"):
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
@@ -3741,8 +3370,7 @@ ANSWER_START = 80  # characters that a template puts behind the last turn, for t
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
-
-    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
     at = common_prefix(before, now)
     if not before or not now or len(before) - at <= ANSWER_START:
         return
@@ -3762,22 +3390,21 @@ def weights_of(
     server count a text's tokens; without it they are estimated from the characters."""
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = {
-        "system": [text for name, text in segments if name == "system"],
-        "tools": [text for _, text in tools],
-        "turns": [text for name, text in segments if name.startswith("turn ")],
-    }
-    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
-    size = sum([len(text) for _, text in segments])
-    rate = (tokens or size / 4) / (size or 1)
-    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
-    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
-    numbers = counts if len(counts) == len(parts) else numbers
-    return {
-        **dict(zip(texts, numbers, strict=False)),
-        "estimated": numbers is not counts,
-        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
-    }
+    names = "system", "tools", "turns"
+    parts = [
+        "\n".join([text for name, text in segments if name.startswith(kind.rstrip("s"))])
+        for kind in names
+    ] + [text for _, text in largest]
+    numbers = list[int | None]()
+    for part in parts:
+        numbers.append(count(part) if count is not None and None not in numbers else None)
+    estimated = None in numbers
+    if estimated:
+        size = sum(map(len, parts[:3])) or 1
+        numbers = [round(len(part) * (tokens or size / 4) / size) for part in parts]
+    row: Json = dict(zip(names, numbers, strict=False))
+    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
+    return row | {"estimated": estimated, "largest tools": of_tools}
 
 
 # ==================================================================================================
@@ -4630,7 +4257,7 @@ class Relay(BaseHTTPRequestHandler):
         backend, stream = self.proxy.backend, upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         try:
-            # The client may have left by now; the server, where it was kept, or sent what nobody asked.
+            # The client may have left by now; or the server, or it sent what nobody asked for.
             if self.watch(READ, 0) and upstream.kept:
                 raise EOFError
             self.send_request(upstream, exchange)
@@ -5134,10 +4761,9 @@ class Proxy:
         exchange.stream = bool(view.body.get("stream"))
         exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
-        client = exchange.client = digest(
-            exchange.address, *map(exchange.request.get, CLIENT_HEADERS)
-        )
-        exchange.trace = self.editor.apply(view, report, client, len(raw), not exchange.counting)
+        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        asker = Asker(exchange.client, len(raw), not exchange.counting)
+        exchange.trace = self.editor.apply(view, report, asker)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
         exchange.view = view
@@ -5150,13 +4776,14 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        talk, headers = exchange.trace.conversation, {AGENT_ID: exchange.request.get(AGENT_ID)}
+        talk = exchange.trace.conversation
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
             original = None
             if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect), side=False)
-            prompt = Prompt(view, talk, headers, time.monotonic(), original)
+                original = Prompt(self.reader.view(received, view.dialect))
+            side = side_of(view, exchange.request.get(AGENT_ID))
+            prompt = Prompt(view, talk, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -5218,19 +4845,19 @@ class Proxy:
         first, last = tap.windows() if tap is not None else (b"", b"")
         events = answer_events(first, last) if answered else []
         if trace.record is not None:
-            trace.record.answer = heard_answer(first, last, events) if answered else None
+            trace.record.answer = heard_answer(events) if answered else None
             trace.record.tap = None
             if trace.record.answer:
                 self.replay.answered(trace, trace.record.answer)
         if exchange.status >= 400:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
-            self.replay.overflowed(trace)
+            self.replay.lines.drop(trace.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
         if exchange.request.path.startswith("/v1/v1/"):
             exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
         if answered:
-            exchange.usage = usage_of(first, last, events)
+            exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
             exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
@@ -5795,7 +5422,7 @@ class Prefill:
         return False
 
     def add_answer(self) -> bool:
-        """Put the answer behind the prompt, as the client will repeat it; False if nothing tells."""
+        """Put the answer, as the client will repeat it, behind the prompt; False if unknown."""
         answer, self.answer = self.answer, b""
         if answers := [turn for turn in self.view.turns if turn.role == "assistant"]:
             self.agent.reasons = bool(Prompt(self.view).reasoning)
@@ -5885,7 +5512,7 @@ class Warmup:
             if status:
                 told = f"the server answers {status}"
             if status == 200:
-                prefill.usage = usage_of(dump(members(answer)))
+                prefill.usage = usage_of([[members(answer)]])
                 told = f"tokens read: {read_of(prefill.usage)}"
         except OSError:
             pass
@@ -5939,7 +5566,7 @@ class Warmup:
                 view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
                 del view.turns[view.leading() :]  # a placeholder, in older files
                 if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, b"", replay.conversation(view), False, Report(), True)
+                    replay.tools.apply(view, ANYBODY)
                 self.heads[key] = Prefill(head["path"], view_of(parse(view.dump()), view.dialect))
         except FileNotFoundError:  # none yet
             pass
@@ -6058,8 +5685,8 @@ class Warmup:
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """Called before a client's request is forwarded: see whether what was read ahead is what
         it begins with."""
-        agent, headers = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
-        if not self.reads_ahead(agent) or side_of(view, headers):
+        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
+        if not self.reads_ahead(agent) or side_of(view, sub_agent):
             return
         with self.guard:
             talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
@@ -6598,69 +6225,57 @@ def play(
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
-    ValueError or HTTPException."""
-    rows, turns = list[Json](), list[Json]()
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server = urllib.parse.urlsplit(url)
-    target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
-    headers |= bearer(os.environ.get("API_KEY", ""))
+    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
 
-    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
-        """An answer, and the ms until it began."""
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
-        with contextlib.closing(http_connection(server, timeout)) as connection:
-            started = time.monotonic()
-            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
-            response = connection.getresponse()
-            data = response.read1(65536)
-            first = 1000 * (time.monotonic() - started)
-            data += response.read()
-        if response.status != 200:
-            told = " ".join(data[:200].decode("utf-8", "replace").split())
-            raise ValueError(f"the server answered {response.status}: {told}")
-        return data, first
+    def ask(tokens: int) -> Json:
+        body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
+        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
+        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
+        if status != 200:
+            raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
+        return members(answer)
 
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        front = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        system["content"] = front
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
         turns.append({"role": "user", "content": text})
-        front = {"role": "system", "content": system}
-        data, first = ask([front, *turns], 16)
-        usage = usage_of(data)
+        begun = time.monotonic()
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
         if rest is not None:
             call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
             calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
             thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
             result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
             turns += [{"role": "assistant", **thought}, result]
-            data = ask([front, *turns], 1024)[0]
+            answer = ask(1024)
             rest()
-        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
-        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
-        turns.append((echo[0].item if echo else None) or answer)
-        ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
-        rows.append({**row, "ms": ms})
-        if not args.json:
-            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
-            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
-            if (name, turn, args.command) == ("straight", 1, "bench"):
-                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
-                print(f"At this pace, about {left} more.")
+        choice = members(next(iter(listed(answer.get("choices"))), None))
+        said = members(choice.get("message"))
+        turns.append(said if said.get("content") else {"role": "assistant", "content": "ok"})
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
+        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
+        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
+        print(BENCH_ROW.format(name, *cells))
+        if (name, turn, args.command) == ("straight", 1, "bench"):
+            left = duration(rows[0]["ms"] / 1000 * args.turns)  # and one turn through kvproxy
+            print(f"At this pace, about {left} more.")
     return rows
 
 
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should{2}.
+first should: {2:,} tokens, {3} on a server that reads 400 a second.
 """
 BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
 first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
@@ -6668,14 +6283,10 @@ first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 
 
 def compare(args: Words, config: Config, name: str) -> None:
-    """Play against config.backend_url, straight and then through a proxy with these settings, and
-    tell of both runs. Raises what play() raises."""
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        text = BENCH_AHEAD if args.ahead else BENCH
-        print(text.format(args, name, long if args.command == "bench" else ""))
-        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
+    total = args.tokens * (args.turns + 1)
+    print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
+    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
 
@@ -6685,55 +6296,47 @@ def compare(args: Words, config: Config, name: str) -> None:
             return play(name, proxy.url, args, config.read_timeout, rest)
 
     if args.ahead:
-        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+        runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
     else:
         straight = play("straight", config.backend_url, args, config.read_timeout)
-        through = through_kvproxy("through kvproxy", "0")
-    before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
-    ratio = before / after if after else None
-    if args.json:
-        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
-        print(json.dumps({**runs, "ratio": ratio}))
-    elif ratio is not None:
-        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+        runs = straight, through_kvproxy("through kvproxy", "0")
+    before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
+    if after:
+        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
 
 
 def next_steps(config: Config, url: str) -> str:
     """What to do after a demo or a bench, to be copied; the same in every shell."""
-    here = os.path.basename(__file__)
-    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
-    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
-    run = [f'"{word}"' if " " in word else word for word in run]
+    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), __file__]
+    words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
     port = config.listen_port or 1234
-    if urllib.parse.urlsplit(url).port == port:
-        port += 1
-    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    here = f"http://127.0.0.1:{port}"
+    port += urllib.parse.urlsplit(url).port == port
+    if port != 1234:
+        words.append(f"LISTEN_PORT={port}")
+    page = f"http://127.0.0.1:{port}"
     return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
-        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {page}/v1 (Claude Code:"
+        f" {page})\ninstead of the server's address, and open {page}/kvproxy"
     )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
-    at MS a word."""
+    """A stand-in for llama-server: one slot, whose cache is the longest common prefix in words."""
 
-    MS = 0.02
     slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
         words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
         cached = min(common_prefix(self.slot, words), len(words) - 1)
-        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        SimulatedServer.slot, ms = words, 0.02 * (len(words) - cached)
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
-        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": "Noted, thanks."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        event = dump({"choices": [choice], "timings": timings})
-        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
+        self.wfile.write(dump({"choices": [choice], "timings": timings}))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -6749,9 +6352,8 @@ def command_demo(args: Words, config: Config) -> int:
             compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
         finally:
             server.shutdown()
-    if not args.json:
-        print(next_steps(config, config.backend_url or CANDIDATES[0]))
-        print("To measure your own server first, put `bench` behind that line.")
+    print(next_steps(config, config.backend_url or CANDIDATES[0]))
+    print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6762,17 +6364,19 @@ def command_bench(args: Words, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().close()
     except OSError as error:
-        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
-        print(told, file=sys.stderr)
-        return 1
+        return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
     try:
         compare(args, dataclasses.replace(config, backend_url=url), url)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"The run broke off: {error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(next_steps(config, url))
+    except OSError as error:
+        return failed(f"The run broke off: {error}")
+    print(next_steps(config, url))
     return 0
+
+
+def failed(why: str) -> int:
+    """Tell why a command ends, which has this exit code."""
+    print(why, file=sys.stderr)
+    return 1
 
 
 def command_check(args: Words, config: Config) -> int:
@@ -6790,16 +6394,14 @@ def command_check(args: Words, config: Config) -> int:
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     slots, context = backend.ask("/slots")[1], found.get("context")
-    told = []
-    if not isinstance(slots, list):
-        told.append("no slots")
-    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
-        told.append("no cache")
-    if found.get("slots") == 1:
-        told.append("one for all")
-    if isinstance(context, int) and context < 32768:
-        told.append("short context")
-    for name in told or ["no fault"]:
+    params = [members(members(slot).get("params")) for slot in listed(slots)]
+    faults = {
+        "no slots": not isinstance(slots, list),
+        "no cache": any(one.get("cache_prompt") is False for one in params),
+        "one for all": found.get("slots") == 1,
+        "short context": isinstance(context, int) and context < 32768,
+    }
+    for name in [name for name, there in faults.items() if there] or ["no fault"]:
         text = ADVICE[name].format(context=context)
         if found["product"] == "LM Studio":
             text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
@@ -6830,7 +6432,6 @@ LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
     "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
     " earlier one began with; keep: share of the slot's old content that stayed."
@@ -6849,34 +6450,26 @@ def command_inspect(args: Words, config: Config) -> int:
     try:
         file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
     except OSError as error:
-        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
-        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            print(begin * (number == 1) + line(number, row))
+            if args.json:
+                print("," * (number > 1) + visible(json.dumps(row)))
+            else:
+                print(f"{INSPECT_HEAD}\n" * (number == 1) + visible(in_columns(number, row)))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
-                new |= {"example": row["what"], "cure": row["cure"]}
+                new |= {"example": row["what"], "advice": row["cure"]}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        cure = found.pop("cure")
-        text = cure or advice(cause, config)
-        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
-        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
-        found["advice"] = also.join(filter(None, (cured, text)))
-        if found["cured"] == found["requests"]:
-            found["advice"] = "kvproxy cures this: send the requests through it."
+        found["advice"] = finding_advice(found, config)
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
@@ -6893,16 +6486,25 @@ def command_inspect(args: Words, config: Config) -> int:
     return 0
 
 
+def finding_advice(found: Json, config: Config) -> str:
+    """What to do about a finding, whose `advice` is that of its first request."""
+    if found["cured"] == found["requests"]:
+        return "kvproxy cures this: send the requests through it."
+    known = found["cause"] if found["cause"] in ADVICE else "rewritten"
+    text = found["advice"] or advice(known, config)
+    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    return f"kvproxy cures {found['cured']} of them. {text}" if found["cured"] else text
+
+
 def in_columns(number: int, row: Json) -> str:
-    cells = (shape.format(row[key]) if row[key] is not None else "-"
-             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    forms = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    cells = [form.format(row[key]) if row[key] is not None else "-" for key, form in forms.items()]
     name = row["name"][:27] + "~" * row["estimated"]
-    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
+    return INSPECT_LINE.format(number, name, *cells, row["what"])
 
 
 class LogReader:
-    """Reads a capture or a server's log line by line; a row per request comes out when it is
-    complete."""
+    """Reads a capture or a server's log by the line; a row comes out for each request."""
 
     def __init__(self, config: Config) -> None:
         self.config, limit = config, config.ledger_mb << 20
@@ -6910,9 +6512,9 @@ class LogReader:
         self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
-        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
-        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+        self.tasks: dict[str, Json] = {}  # what is known of the task of each port and slot
+        self.slots: dict[str, str] = {}  # the slot that a port's log spoke of last
+        self.longest: dict[str, int] = {}  # the longest prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
         """The rows of a file, one by one."""
@@ -6937,86 +6539,85 @@ class LogReader:
 
     def captured(self, row: Json) -> list[Json]:
         dialect, counting = dialect_of(row["path"])
-        body = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
-        view = view_of(body, dialect) if dialect is not None and not counting else None
-        if view is None:
+        if dialect is None or counting:
             return []
+        body = row["body"]
+        view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
         found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**found, "what": f"status {status}"}]
-        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
-        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        headers = {key.lower(): value for key, value in members(row.get("headers")).items()}
+        side = side_of(view, headers.get(AGENT_ID, ""))
+        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
         case = self.ledger.judge(prompt, self.lost_at)
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
+        settle(case, usage, self.config)
         if estimated := usage.read() is None:
             usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
-        else:
-            settle(case, usage, self.config)
+            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
+        trace = self.editor.apply(view, Report())  # changes the view
+        if trace.record is not None:
+            trace.record.answer = ANY
+        as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.as_sent(view, headers).name == "extended" and changed
-        if changed:
+        cured = changed and as_sent.name == "extended"
+        if cured:
             verdict.advice = verdict.cure = ""
-        if changed and not cured:
-            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.remedy()
+            found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
-        """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        trace = self.editor.apply(view, Report())
-        if trace.record is not None:
-            trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
 
     # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
-        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
-        port = router[1] if router else ""
-        if found:
-            self.slots[port] = found[1] or found[2]
-        slot = port, self.slots.get(port, "?")
-        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
-        name, match = next(hits, ("", None))
-        if match is None:
-            return []
-        if name == "start":
-            return self.end(port)
-        task, done = self.tasks.setdefault(slot, {}), []
-        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
-            done, task = [self.close(slot)], {}
-        elif name == "slot":
-            task.clear()
-        self.tasks[slot] = task
+        found, slot = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = f"port {found[1]} " if found else ""
+        if slot:
+            self.slots[port] = f"slot {slot[1] or slot[2]}"
+        hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
+        kind, match = next(hits, ("", None))
+        if match is None or kind == "start":
+            return self.end(port) if kind else []
+        name, done = port + self.slots.get(port, "slot ?"), list[Json]()
+        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+            done = self.finish(name)  # the next task begins
+        task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
-            if value and (name == "eval" or key not in task):
+            if value and (kind in ("eval", "slot") or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
+        if kind == "counts" or (kind == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(slot)] if name == "eval" else done
+        return [*done, *self.finish(name)] if kind == "eval" else done
 
-    def close(self, slot: tuple[str, str]) -> Json:
-        """The row of a slot's task."""
-        task, port = self.tasks.pop(slot), slot[0]
+    def end(self, port: str = "") -> list[Json]:
+        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
+        names = [name for name in self.tasks if name.startswith(port)]
+        rows = [row for name in names for row in self.finish(name)]
+        self.longest.pop(port, None)
+        return rows
+
+    def finish(self, name: str) -> list[Json]:
+        """The row of a slot's task, if a prompt was seen."""
+        task = self.tasks.pop(name)
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
-        if read is None and tokens is not None and "cached" in task:
+        if tokens is None and read is None:
+            return []
+        if read is None and "cached" in task:
             read = tokens - task["cached"]
-        size, longest = tokens or read or 0, self.longest.get(port, 0)
-        self.longest[port] = max(size, longest)
+        size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
+        self.longest[task["port"]] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         low = sim is None or sim < 0.5
         cause, what = "", "read" if tokens is None or read == tokens else "reused"
@@ -7026,36 +6627,24 @@ class LogReader:
             what = "first prompt of its length"
         elif mostly:
             cause = "low similarity" if low else "not all kept"
-            cause = "no similar slot" if sim is None else cause
+            what = cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            cause = "slot cut"
-        what = cause if cause and cause != "full re-processing" else what
-        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
-        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what}
-
-    def end(self, port: str | None = None) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server at a port was
-        started anew."""
-        ended = [slot for slot in self.tasks if port in (None, slot[0])]
-        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
-        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
-        self.longest.pop(port or "", None)
-        return done
+            what = cause = "slot cut"
+        numbers = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return [{**INSPECT_ROW, **numbers, "name": name, "cause": cause, "what": what}]
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name that the same fault has on every request: the place, and the words before what
-    changes."""
+    """A name for a fault: the place, and the words before what changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     text = verdict.before or verdict.after
     if verdict.before and verdict.after:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
-    label = label if verdict.where != "tools" else ""
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
+    named = place != "tools" and re.search(r"\w", label)
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if named else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -7075,8 +6664,7 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
-        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
-        return 1
+        return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
     for name, wanted in misspelt(os.environ):
         proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
@@ -7109,15 +6697,14 @@ def command_serve(args: Words, config: Config) -> int:
 
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
-    url = url_of(config.listen_host, config.listen_port)
-    there = urllib.parse.urlsplit(url)
-    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+    url, there = url_of(config.listen_host, config.listen_port), Backend(config)
+    there.url = urllib.parse.urlsplit(url)
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
-    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
-    owner = str(members(next(iter(models), None)).get("owned_by"))
-    if owner in OWNERS:
+    owner = there.describe().get("product")
+    if owner in OWNERS.values():
         line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
-        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+        return f"{owner} has it. Put kvproxy in front of it: {line}"
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
@@ -7129,7 +6716,7 @@ COMMANDS = {
     "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
 }
 OPTIONS = {
-    "--json": "demo, bench and inspect print JSON",
+    "--json": "inspect prints JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns of the conversation [5]",
@@ -7181,11 +6768,11 @@ def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
     if ":" in word:
         return f"; write BACKEND_URL={word}"
-    name = word.strip("-").replace("-", "_").upper()
     names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
-    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
     names |= {command.upper(): command for command in COMMANDS}
-    found = found or difflib.get_close_matches(name, names, 2)
+    name = word.strip("-").replace("-", "_").upper()
+    parts = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    found = parts or difflib.get_close_matches(name, names, 2)
     told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
@@ -7193,10 +6780,10 @@ def nearest(word: str) -> str:
 def usage_text() -> str:
     """What --help prints."""
     width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    settings = {}
-    for name, default, text in Config.table():
-        settings[name] = text + (f" [{default}]" if default else "")
-    parts = {
+    settings = {
+        n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
+    }
+    parts: dict[str, dict[str, str]] = {
         "commands": {name: text for name, (_, text) in COMMANDS.items()},
         "options": OPTIONS,
         "settings (environment variables, or words: LISTEN_PORT=1235)": settings,

@@ -3563,7 +3563,7 @@ def rp_block(sender: str) -> str:
 
 
 def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None:
-    """It goes into the newest user turn; and the answer is known again when it is complete."""
+    """It goes into the newest user turn."""
     turns: list[Turn] = [("user", "one")]
     client.send(turns, system=rp_date("2026-12-01"))
     turns += [("assistant", "ok"), ("user", "what day?")]
@@ -3571,8 +3571,6 @@ def test_lift_with_an_answer_that_the_client_has_begun(client: RpClient) -> None
     prompt = client.send(begun, " Monday.", system=rp_date("2026-12-02"))
     assert rp_told(prompt, "Current date") == ["2026-12-01", "2026-12-02"]
     assert prompt[-1] == "assistant\nIt is"
-    turns += [("assistant", "It is Monday."), ("user", "thanks")]
-    client.extends(prompt[:-1], turns, system=rp_date("2026-12-02"))
 
 
 def test_lift_block_that_is_withdrawn_does_not_stand_on(client: RpClient) -> None:
@@ -3620,10 +3618,16 @@ def test_lift_into_a_turn_without_text(client: RpClient) -> None:
 
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
-    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
-    for turns in ([], [("user", event)], [("user", reminder("hello"))], [("results", ["c1"])]):
+    for turns in ([], [("results", ["c1"])]):
         body = client.body(turns, rp_date("2026-12-01"))
         assert client.post(body) == body
+
+
+def test_lift_in_front_of_an_event(client: RpClient) -> None:
+    """A job that wakes the agent up says nothing else."""
+    event = "System: [2026-12-01 07:05:09 UTC] The job is done."
+    prompt = client.send([("user", event)], system=rp_date("2026-12-01"))
+    assert prompt[1] == f"user\n{reminder('Current date: 2026-12-01')}\n\n{event}"
 
 
 def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient) -> None:
@@ -3633,7 +3637,7 @@ def test_lift_other_roles_and_quotes_are_no_places_of_the_value(client: RpClient
     turns += [("calls", ["c1"]), ("results", ["c1"]), ("user", f"{line}\nright?")]
     prompt = client.send(turns, system=rp_date("2026-12-01"))
     wanted = client.came(turns, RP_CALM)
-    wanted[-1] = f"user\n{reminder(line)}\n\n{line}\nright?"
+    wanted[1] = f"user\n{reminder(line)}\n\n{line}\nwhat a day"
     assert prompt == wanted
 
 
@@ -3720,7 +3724,7 @@ def test_lift_settles_what_has_to_be_said(
     known = len(made) if units[-1] == "assistant" else len(made) - 1
     if units == ["user"]:
         known = 0
-    assert kvproxy.settle_insertions(made, known, kept, lifted) == (depth, pending)
+    assert kvproxy.settle_insertions(kvproxy.History(made), known, kept, lifted) == (depth, pending)
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
@@ -3947,7 +3951,7 @@ def test_lift_learns_in_a_conversation_only_where_it_is_read_anew(
     before = client.extends(before, talk, "No.", system=first)
     talk += [("assistant", "No."), ("user", "three")]
     moved = client.send(talk, system=second)  # its own value changes: now it is read anew
-    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[-1]
+    assert moved[0] == other[0] and "Job 7f3a9c2b2d1 runs." in moved[1]
     assert before[0] == f"system\n{first}"
 
 
@@ -4192,14 +4196,18 @@ def test_replay_hears_streams(dialect: str) -> None:
     events = [f"data: {json.dumps(event)}\n\n".encode() for event in RP_STREAMS[dialect]]
     whole = b": hello\n\n" + b"".join(events) + b"data: [DONE]\n\n"
     calls = frozenset(["call1"])
-    assert kvproxy.heard_answer(whole, b"") == kvproxy.Heard("Ilook", "Ilook", calls, True)
+    assert kvproxy.heard_answer(kvproxy.answer_events(whole)) == kvproxy.Heard(
+        "Ilook", "Ilook", calls, True
+    )
     for at in range(20, len(whole) - 10, 7):
-        heard = kvproxy.heard_answer(whole[:at], whole[at:])
+        heard = kvproxy.heard_answer(kvproxy.answer_events(whole[:at], whole[at:]))
         assert "Ilook".startswith(heard.opening) and heard.calls <= calls and not heard.complete
-    two = kvproxy.heard_answer(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    two = kvproxy.heard_answer(
+        kvproxy.answer_events(b"".join(events[:5]), b"data" + b"".join(events[5:]))
+    )
     assert two.calls == calls
     thinking = events[:3] if dialect == "messages" else events[: 3 if dialect == "responses" else 1]
-    assert kvproxy.heard_answer(b"".join(thinking), b"") is kvproxy.UNREAD
+    assert kvproxy.heard_answer(kvproxy.answer_events(b"".join(thinking))) is kvproxy.UNREAD
 
 
 def test_replay_hears_whole_answers() -> None:
@@ -4214,9 +4222,11 @@ def test_replay_hears_whole_answers() -> None:
         ({"output": [{"type": "message", "content": [{"type": "output_text", "text": "x"}]}]}, "x"),
     ):
         data = json.dumps(answer).encode()
-        assert kvproxy.heard_answer(data, b"") == kvproxy.Heard(heard, heard, frozenset(), True)
+        assert kvproxy.heard_answer(kvproxy.answer_events(data)) == kvproxy.Heard(
+            heard, heard, frozenset(), True
+        )
     for nothing in (b"", b"{", b"[]", b"data: x\n\n", b'{"error": {"message": "no"}}', b"[" * 9999):
-        assert kvproxy.heard_answer(nothing, b"") is kvproxy.UNREAD
+        assert kvproxy.heard_answer(kvproxy.answer_events(nothing)) is kvproxy.UNREAD
 
 
 @pytest.mark.parametrize("answers", [["Hello!", "Hello!"], ["Hello!", {}], [{}, "Hello!"]], ids=str)
@@ -4279,22 +4289,18 @@ def test_replay_unknown_history_gets_nothing(client: RpClient) -> None:
     assert rp_restored(client)
 
 
-@pytest.mark.parametrize(("line", "words", "stays"), [
-    ("Current time is 07:05.", "hi", True),
-    (RP_GIT + "(clean)", "hi", False),
-    (RP_GIT + "(clean)", "hi " * 400, True),
-    (RP_META % '"sender_id": "ann",', "hi " * 400, False),
+@pytest.mark.parametrize(("line", "stays"), [
+    ("Current time is 07:05.", True), (RP_GIT + "(clean)", True), (RP_META % '"sender_id": "ann",', False),
 ])  # fmt: skip
-def test_replay_what_was_lifted_needs_evidence_where_others_may_begin_alike(
-    chat: RpClient, line: str, words: str, stays: bool
+def test_replay_what_was_lifted_where_the_answer_is_another(
+    chat: RpClient, line: str, stays: bool
 ) -> None:
-    """Somebody else's answer stands behind a first text that is as it was: the time may stay, and
-    what a project has to say in a text that nobody else would send; who speaks never does."""
-    first = chat.send([("user", words)], "A", system=f"{RP_SYSTEM}\n{line}\n")
-    turns: list[Turn] = [("user", words), ("assistant", "B"), ("user", "so?")]
+    """It is set down where it stood; but who speaks is told of the newest message."""
+    first = chat.send([("user", "hi")], "A", system=f"{RP_SYSTEM}\n{line}\n")
+    turns: list[Turn] = [("user", "hi"), ("assistant", "B"), ("user", "so?")]
     prompt = chat.send(turns, system=f"{RP_SYSTEM}\n{line}\n")
     assert (prompt[:2] == first) == stays
-    assert stays or prompt[1] == f"user\n{words}"
+    assert stays or prompt[1] == "user\nhi"
 
 
 def test_replay_regenerate_edit_and_branch(client: RpClient) -> None:
@@ -4568,29 +4574,16 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     assert rp_told(client.send(turns, "C"), "Mode")[-1] == "write"
 
 
-@pytest.mark.parametrize(("kind", "before", "after", "later", "possible"), [
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),  # withdrawn
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", [], True),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nMode: c\n</r>"], False),
-    ("reminder", "<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", ["<r>\nTabs: c\n</r>"], True),
-    ("reminder", "<r>\n# Rules\nx\n</r>", "<r>\n# Rules\ny\n</r>", ["<r>\n# Rules\nz\n</r>"], False),
-    ("reminder", "<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", [], False),
-    ("environment", "<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", [], True),
-    ("environment", "<e>\nx1\n</e>", "<e>\nx2\n</e>", ["<e>\nTabs: c\n</e>"], False),
-    ("reminder", "<r>\nRules\nMode: a\n</r>", "<r>\nRules\nMode: b\n</r>", ["<r>\nRules\n</r>"], False),
+@pytest.mark.parametrize(("before", "after", "withdrawn"), [
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", False),
+    ("<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", False),
+    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", False),
+    ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
 ])  # fmt: skip
-def test_replay_rewritten_block_has_a_place(
-    kind: str, before: str, after: str, later: list[str], possible: bool
-) -> None:
-    unit = kvproxy.Unit("user", [], [kvproxy.Said(1, 1, tuple((kind, text) for text in later))])
-    assert kvproxy.replaces(kind, before, after, [unit]) == possible
-
-
-def test_replay_labels() -> None:
-    """What lines are about."""
-    texts = ["Mode: a: b\n\nUse tabs.", "  Mode:\n</r>"]
-    assert kvproxy.labels_of(texts) == {"Mode", "Use tabs.", "</r>"}
+def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
+    assert kvproxy.withdraws(before, after) == withdrawn
 
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
@@ -4963,7 +4956,7 @@ def test_replay_tools_are_sent_in_the_form_seen_first(client: RpClient) -> None:
     assert json.dumps(rp_sent_tools(client, other, "another")) == json.dumps(tools)
     assert client.report().tools_restored == 1
     changed = [tool_of("responses", "read", turned=True, text="now"), tool_of("responses", "edit")]
-    wanted = json.dumps([changed[0], tools[1]])
+    wanted = json.dumps([tools[1], changed[0]])
     assert json.dumps(rp_sent_tools(client, changed)) == wanted, "another description, another tool"
     listed = [tool_of("responses", "list")]
     listed[0]["parameters"]["required"] = ["line", "path"]
@@ -4987,22 +4980,17 @@ def test_replay_tools_keep_the_order_seen_first(chat: RpClient) -> None:
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     for order in ([c, a, b], [a, b, c], [b, c, a]):
         assert rp_sent_tools(chat, order, f"question {order[0]['name']}") == [c, a, b]
-    assert rp_sent_tools(chat, [a, b]) == [a, b], "another set has its own order"
-    assert rp_sent_tools(chat, [b, a, d], "third") == [b, a, d]
+    assert rp_sent_tools(chat, [a, b]) == [a, b]
+    assert rp_sent_tools(chat, [d, b, a], "third") == [a, b, d], "in another set, too"
 
 
 def test_replay_tools_that_are_added_go_to_the_end(chat: RpClient) -> None:
-    """In a conversation that goes on; each has its own."""
     a, b, c, d = (tool_of("responses", name) for name in "abcd")
     told: list[Turn] = [("assistant", "ok"), ("user", "two")]
-    for first in ("one", "other"):
-        assert rp_sent_tools(chat, [a, c], first) == [a, c]
-    for first in ("other", "one"):
-        assert rp_sent_tools(chat, [a, b, c], first, *told) == [a, c, b]
-    more: list[Turn] = [("assistant", "ok"), ("user", "three")]
-    assert rp_sent_tools(chat, [a, b, d, c], "one", *told, *more) == [a, c, b, d]
-    assert rp_sent_tools(chat, [d, c], "one", *told, *more, *more) == [d, c], "gone is gone"
-    assert rp_sent_tools(chat, [b, d, a], "a new one") == [b, d, a]
+    assert rp_sent_tools(chat, [a, c]) == [a, c]
+    assert rp_sent_tools(chat, [a, b, c], "one", *told) == [a, c, b]
+    assert rp_sent_tools(chat, [d, a, b, c], "one", *told) == [a, c, b, d]
+    assert rp_sent_tools(chat, [d, c], "one", *told) == [c, d], "gone is gone"
 
 
 def test_replay_tools_of_other_shapes_are_left_alone(chat: RpClient) -> None:
@@ -5062,7 +5050,7 @@ class RpDesk:
             body_of("chat", *turns, **{"system": RP_SYSTEM, **more}), separators=(",", ":")
         ).encode()
         view = self.reader.view(data, kvproxy.DIALECTS["chat/completions"])
-        trace = self.editor.apply(view, kvproxy.Report(), b"ann", len(data))
+        trace = self.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann", len(data)))
         if trace.record is not None:
             words = kvproxy.letters(answer)
             trace.record.answer = kvproxy.Heard(words, words, frozenset(), True)
@@ -5081,7 +5069,7 @@ def test_replay_many_carriers_cost_little() -> None:
 
 def rp_held(lines: Any) -> int:
     """Bytes of the lines that are kept; their books must agree."""
-    kept = list(lines.used.values())
+    kept = list(lines.used)
     places = {place for line in kept for place in line.places}
     assert lines.by_place.keys() <= places
     assert all(line in kept for found in lines.by_place.values() for line in found)
@@ -5103,7 +5091,7 @@ def test_replay_memory_is_bounded() -> None:
             assert rp_held(lines) == lines.size <= lines.limit
     assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
     assert 0 < tools.size <= tools.limit == 1 << 17
-    assert tools.size == sum(size for _, size in tools.entries.values())
+    assert tools.size == sum(300 + len(form) for _, form in tools.known.values())
 
 
 def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
@@ -5205,12 +5193,12 @@ def test_replay_tools_in_use_outlive_what_is_not() -> None:
         )
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
-    assert store.size == sum(size for _, size in store.entries.values())
+    assert store.size == sum(300 + len(form) for _, form in store.known.values())
     turned = [tool_of("responses", name, turned=True) for name in ("run", "read", "write")]
     body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
-    desk.editor.apply(view, kvproxy.Report(), b"ann")
+    desk.editor.apply(view, kvproxy.Report(), kvproxy.Asker(b"ann"))
     assert json.dumps(view.body["tools"]) == json.dumps(tools)
 
 
@@ -5246,7 +5234,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
         for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
             desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
             turns += [("user", newest.rpartition("\n")[2]), ("assistant", "ok")]
-        desk.replay.lines.drop(next(iter(desk.replay.lines.used.values())))
+        desk.replay.lines.drop(next(iter(desk.replay.lines.used)))
         most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
 
@@ -6083,13 +6071,15 @@ class TrWorld:
         tr_hold(not back, "what was history and went stays away", back)
 
     def check_places(self, asked: TrAsked, own: list[TrEntry], entries: list[TrEntry]) -> None:
-        """Each mark stands where its client has it, or in the newest turn, or where it stood when
-        this client's same words were sent before."""
+        """Each mark stands where its client has it, or in the newest turn; a line of the system
+        prompt in the first one as well; or where it stood when this client's same words were sent
+        before."""
         places: dict[str, set[int]] = {}
         for one in own:
             for mark in tr_marks(one.text):
                 places.setdefault(mark, set()).add(one.zone)
         newest, answers = {own[-1].zone, max(one.zone for one in own if one.kind == "user")}, 0
+        opening = min(one.zone for one in own if one.kind == "user")
         asking: set[int] = set()  # zones since the last answer in words: tools were used in between
         for item in asked.items:
             answers += item.role in ("assistant", "calls")
@@ -6102,6 +6092,8 @@ class TrWorld:
             if mark in places and (
                 zone in places[mark] or zone in newest | asking or (mark in first and zone < 1)
             ):
+                continue
+            if mark in places and mark in self.lines and zone == opening:
                 continue
             if any(
                 0 <= zone < shared and mark in one.zones.get(zone, ()) for one, shared in before
@@ -6510,7 +6502,7 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
 @pytest.mark.parametrize("name", EX_USAGE)
 def test_explain_usage(name: str) -> None:
     body, expected = EX_USAGE[name]
-    usage = kvproxy.usage_of(body)
+    usage = kvproxy.usage_of(kvproxy.answer_events(body))
     assert (usage.prompt, usage.cached, usage.prompt_ms) == expected
     assert usage.read() == (
         None if usage.cached is None or usage.prompt is None else usage.prompt - usage.cached
@@ -6529,7 +6521,7 @@ def ex_tapped(payload: bytes, cut: int) -> kvproxy.Tap:
 def test_explain_usage_wherever_the_bytes_are_cut(name: str, monkeypatch: Patch) -> None:
     body, expected = EX_USAGE[name]
     for cut in (1, 3, 5, 50, 64, 100000):
-        usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+        usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
         assert (usage.prompt, usage.cached, usage.prompt_ms) == expected, cut
 
 
@@ -6544,30 +6536,29 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     ]
     start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
     body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
-    usage = kvproxy.usage_of(*ex_tapped(body, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
     assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
     body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
-    assert kvproxy.usage_of(*ex_tapped(body, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows())).cached == 90
     long = json.dumps(
         {"choices": [{"message": {"content": EX_LIE * 50}}], "usage": EX_CHAT_CACHED}
     ).encode()
-    assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).cached == 90
+    assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows())).cached == 90
     long = json.dumps(
         {"content": [{"input": EX_LIAR, "text": "x" * 5000}], "usage": {"input_tokens": 100}}
     ).encode()
-    usage = kvproxy.usage_of(*ex_tapped(long, cut).windows())
+    usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(long, cut).windows()))
     assert (usage.prompt, usage.cached) == (100, None)
-    called: list[Any] = [{"text": "x" * 5000}, {"type": "tool_use", "input": EX_LIAR}]
-    for more, told in (({}, None), ({"usage": {"input_tokens": 100}}, 100)):
-        long = json.dumps({"content": called, "stop_reason": "tool_use", **more}).encode()
-        assert kvproxy.usage_of(*ex_tapped(long, cut).windows()).prompt == told
     event = json.dumps(
         {
             "response": {"output": [{"text": "x" * 5000}], "usage": EX_RESPONSES_USAGE},
             "timings": EX_TIMINGS,
         }
     )
-    assert kvproxy.usage_of(*ex_tapped(ex_sse(event), cut).windows()).prompt_ms == 41.5
+    assert (
+        kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(ex_sse(event), cut).windows())).prompt_ms
+        == 41.5
+    )
 
 
 def test_explain_long_stream_takes_little_memory() -> None:
@@ -6635,6 +6626,10 @@ def ex_repeated(*pieces: str) -> Callable[[int], str]:
 EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
 
 
+def ex_read_usage(answer: bytes) -> kvproxy.Usage:
+    return kvproxy.usage_of(kvproxy.answer_events(answer))
+
+
 def ex_logged(text: str) -> None:
     reader = kvproxy.LogReader(Config())
     reader.line(text.encode())
@@ -6685,9 +6680,9 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "log: eval": (ex_logged, ex_repeated("", "prompt eval time = 1 ms / 1 ", "")),
     "log: eval's spaces": (ex_logged, ex_repeated("prompt eval = 1 ms", " ", "")),
     "log: forcing": (ex_logged, ex_repeated("", "forcing full prompt ", "")),
-    "usage: one line": (kvproxy.usage_of, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
-    "usage: brackets": (kvproxy.usage_of, lambda n: b'{"usage":' + b"[{" * (n // 2)),
-    "usage: lines": (kvproxy.usage_of, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
+    "usage: one line": (ex_read_usage, lambda n: b"data: " + b'"usage":{},' * (n // 11)),
+    "usage: brackets": (ex_read_usage, lambda n: b'{"usage":' + b"[{" * (n // 2)),
+    "usage: lines": (ex_read_usage, lambda n: b'data: {"usage":{"a":[\n' * (n // 21)),
     "change: lines": (
         lambda texts: (kvproxy.alike(*texts), kvproxy.kind_of(*texts, len(texts[0]) // 2)),
         lambda n: tuple("\n".join(str(i % m) for i in range(n // 4)) for m in (97, 101)),
@@ -6738,7 +6733,8 @@ def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
-    return kvproxy.Prompt(view, talk, headers or {}, now)
+    side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
+    return kvproxy.Prompt(view, talk, side, now)
 
 
 def ex_play(
@@ -7194,7 +7190,7 @@ def test_explain_verdict_shows_what_changed() -> None:
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a tool more"][0])[-1].line()
-        == "changed in tools, tools changed: 'b' -> 'c, b'"
+        == "changed in tools, tools changed: 'a, b' -> 'a, c, b'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: a message taken out"][0])[-1].line()
@@ -7712,17 +7708,17 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     "a line": (
         "The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^The hour is .*$",
+        "The hour is .+",
     ),
     "a sentence": (
         "Be kind. The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "^Be kind\\. The hour is .*$",
+        "The hour is .+",
     ),
     "a listing": (
         "Files here:\n M src/{word}.py\nNo more files.",
         (" M src/one.py", " M src/two.py"),
-        r"(?s)(?<=Files\ here:\n).*?(?=\nNo\ more\ files\.)",
+        r"(?s)(?<=Files here:\n).*?(?=\nNo more files\.)",
     ),
 }
 
@@ -7779,7 +7775,7 @@ def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
     """The rest of the prompt goes on, and kvproxy took nothing out."""
     line = ex_play(EX_CURED["reasoning that is no longer sent"][0])[-1].line()
-    assert line == "the client no longer sends the reasoning of turn 2, which it had sent"
+    assert line == "the client sends the reasoning of turn 2 no longer"
 
 
 def test_explain_a_front_that_changed_back() -> None:
@@ -7913,7 +7909,7 @@ def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
     view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
     assert view is not None
-    assert kvproxy.side_of(view, headers) == side
+    assert kvproxy.side_of(view, headers.get(kvproxy.AGENT_ID, "")) == side
 
 
 def test_explain_ledger_memory() -> None:
@@ -8462,7 +8458,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
 
 def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig: MakeRig) -> None:
     """Played twice with the same words and answers, and another clock: history goes in the client's
-    form from where the two would differ, and it is told why."""
+    form from where the two would differ."""
     one = rig(ex_llama(ex_template))
     for run in range(2):
         turns: list[str] = []
@@ -8473,7 +8469,7 @@ def test_explain_two_conversations_that_are_alike_are_not_the_clients_fault(rig:
             turns = [f"Question number {turn}, please.", "ok"]
     verdict = one.finished(4)[-1].verdict
     assert verdict.name == "rewritten" and verdict.where.startswith("turn"), verdict
-    assert "by kvproxy itself, since" in verdict.line() and not verdict.cure
+    assert "by kvproxy itself;" in verdict.line() and not verdict.cure
 
 
 def test_explain_side_request_by_header(rig: MakeRig) -> None:
@@ -14694,7 +14690,7 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     assert listed == [found["cause"] for found in findings]
 
 
-def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
+def test_commands_inspect_names_what_cures_all() -> None:
     """kvproxy lifts a line once it has varied; with the setting, from the first request on."""
     talk = [
         ex_talk(n + 1, f"{EX_RULES}\nHour: 2026-11-29 09:1{n}\n{EX_LONG}")[-1] for n in range(3)
@@ -14702,7 +14698,7 @@ def test_commands_inspect_says_what_is_learned_and_what_cures_all() -> None:
     _, findings = ex_rows_of(ex_captured(*talk))
     assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
     cure = "LIFT_REGEX='^Hour: .*$'"
-    assert findings[0]["advice"] == f"kvproxy cures 1 of them, and all with {cure}"
+    assert findings[0]["advice"] == f"kvproxy cures 1 of them. {cure}"
     pattern = cure.partition("=")[2].strip("'")
     reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
     rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
@@ -15392,15 +15388,12 @@ def test_commands_name_the_next_step(url: str, port: int, told: str) -> None:
     assert f"http://127.0.0.1:{used}/v1 " in text and f"http://127.0.0.1:{used}/kvproxy" in text
 
 
-def test_commands_demo_json(capsys: Capsys, monkeypatch: Patch) -> None:
-    """It asks no name server, which can take long on a machine without a network."""
+def test_commands_demo_asks_no_name_server(capsys: Capsys, monkeypatch: Patch) -> None:
+    """That can take long on a machine without a network."""
     monkeypatch.setattr(socket, "getfqdn", None)
-    assert kvproxy.main(["demo", "--json", "--tokens", "900", "--turns", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is True and told["ratio"] > 5
-    for rows in (told["straight"], told["through"]):
-        assert [row["turn"] for row in rows] == [1, 2, 3]
-        assert all(row["prompt"] == row["read"] + row["reused"] and row["ms"] > 0 for row in rows)
+    assert kvproxy.main(["demo", "--tokens", "900", "--turns", "3"]) == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert [row[0] for row in rows] == ["1", "2", "3"] * 2
 
 
 @pytest.mark.parametrize("option", [["--turns", "0"], ["--tokens", "-1"], ["--turns", "many"]])
@@ -15425,17 +15418,14 @@ class PrefixCache:
             return usage_answer(link, seen)
         prompt = "\n".join(f"{m['role']}: {m['content']}" for m in seen.json()["messages"])
         cached, self.slot = kvproxy.common_prefix(self.slot, prompt), prompt
-        link.stream()
-        link.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Noted."}}]})
         timings = {
             "cache_n": cached,
             "prompt_n": len(prompt) - cached,
             "prompt_ms": (len(prompt) - cached) / 10,
         }
-        end: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        link.event({**end, "timings": timings} if self.numbers else end)
-        link.event(b"[DONE]")
-        link.finish()
+        message = {"role": "assistant", "content": "Noted."}
+        answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        link.reply({**answer, "timings": timings} if self.numbers else answer)
 
 
 @pytest.fixture
@@ -15468,7 +15458,7 @@ def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsy
 
 def test_commands_bench_shows_the_servers_key(bench_server: FakeServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
-    assert kvproxy.main(["bench", "--json", "--tokens", "100", "--turns", "1"]) == 0
+    assert kvproxy.main(["bench", "--tokens", "100", "--turns", "1"]) == 0
     posts = [seen for seen in bench_server.seen if seen.method == "POST"]
     assert [seen.get("Authorization") for seen in posts] == ["Bearer sesame"] * 2
 
@@ -15485,15 +15475,6 @@ def test_commands_bench_heads_are_never_the_same(bench_server: FakeServer, capsy
     rows = [row for row in table_rows(capsys.readouterr().out) if row[0] == "1"]
     cells = [[int(cell.replace(",", "")) for cell in row[1:3]] for row in rows]
     assert max(prompt - read for prompt, read in cells) < 60
-
-
-def test_commands_bench_json(bench_server: FakeServer, capsys: Capsys) -> None:
-    assert kvproxy.main(["bench", "--json", "--tokens", "1500", "--turns", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulated"] is False and told["ratio"] > 3
-    assert [len(told[key]) for key in ("straight", "through")] == [2, 2]
-    assert told["through"][1]["reused"] > 0.9 * told["through"][1]["prompt"]
-    assert told["straight"][1]["reused"] < 0.1 * told["straight"][1]["prompt"]
 
 
 def test_commands_bench_against_a_server_without_numbers(
@@ -15975,17 +15956,16 @@ def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Ca
     """Ids in the system prompt: everything is read again on every turn without the proxy, next to
     nothing with it."""
     monkeypatch.setenv("BACKEND_URL", llama.url)
-    assert kvproxy.main(["bench", "--json", "--tokens", "1700", "--turns", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    runs = [
-        [(row["prompt"], row["read"]) for row in told[name]] for name in ("straight", "through")
-    ]
-    show("bench", *runs)
-    assert 1500 < told["straight"][0]["prompt"] < 3000
-    for row in told["straight"][1:]:
-        assert row["reused"] <= 0.05 * row["prompt"]
-    for before, row in itertools.pairwise(told["through"]):
-        assert row["read"] <= row["prompt"] - before["prompt"] + 4, "more than what is new"
+    assert kvproxy.main(["bench", "--tokens", "1700", "--turns", "4"]) == 0
+    cells = [[cell.replace(",", "") for cell in row] for row in table_rows(capsys.readouterr().out)]
+    rows = [(int(prompt), int(read)) for _, prompt, read, _ in cells]
+    straight, through = rows[:4], rows[4:]
+    show("bench", straight, through)
+    assert 1500 < straight[0][0] < 3000
+    for prompt, read in straight[1:]:
+        assert prompt - read <= 0.05 * prompt
+    for (before, _), (prompt, read) in itertools.pairwise(through):
+        assert read <= prompt - before + 4, "more than what is new"
 
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
