@@ -4414,8 +4414,7 @@ class Backend:
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
-        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
+        """A new connection. Raises OSError. Windows would try localhost at ::1 first, for 2 s."""
         url, fault = self.locate(), OSError()
         local = url.hostname == "localhost" and self.tls is None
         for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
@@ -4524,8 +4523,7 @@ def fetch(
     body: bytes | None = None,
     opened: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
-    `opened` is called with the socket."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
     sent = {"Content-Type": "application/json", **(headers or {})}
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
@@ -4725,8 +4723,7 @@ class Proxy:
         return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host can be this machine: an IP address, a name that public DNS cannot hold, or
-        a set one."""
+        """Whether a Host can be this machine; public DNS cannot hold some names."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -4823,8 +4820,7 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        """Record a request; if less was reused than should have been, once the server is idle and
-        can be asked why."""
+        """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         with self.faults_logged("a finished request could not be recorded"):
             self.settle(exchange)
@@ -4870,8 +4866,7 @@ class Proxy:
         exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server, once
-        it is idle."""
+        """Settle a verdict; write page, metrics, log and capture. `ask`: the idle server."""
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
@@ -4902,20 +4897,8 @@ class Proxy:
         if ask:
             self.asking.release()
 
-    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
-        """Has the server count the tokens of a text, while it is idle."""
-
-        def count(text: str) -> int | None:
-            body, request = dump({"content": text}), exchange.request
-            answer = self.backend.ask("/tokenize", 3.0, body, request)[1]
-            tokens = members(answer).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
-        return count if self.still.is_set() else None
-
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Whether the server renders old turns in another way than before: that is why it had to
-        read them again."""
+        """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base = case.verdict, case.base
         if exchange.dialect is not DIALECTS["chat/completions"]:
             only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
@@ -5126,8 +5109,7 @@ class Metrics:
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add the time of tokens that would have been read without kvproxy, at the rate of all
-        long reads."""
+        """Add the time that was saved, at the rate of all long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
@@ -5246,8 +5228,8 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
 
 
 class PrivateFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE or CAPTURE_FILE, opened anew after a rename (logrotate); at its limit it becomes
-    FILE.1. A full disk costs one line, not one for each record. Raises ConfigError."""
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename; at its limit it becomes FILE.1. A
+    full disk costs one line, not one for each record. Raises ConfigError."""
 
     def __init__(
         self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
@@ -5315,22 +5297,24 @@ def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none if it is cut, has tool calls or
-    several choices, or says nothing. Clients may send `reasons` back, and texts as lists of
-    `parts`."""
+    """The turns with which a client will repeat an answer; none for one that cannot be told.
+    Clients may send `reasons` back, and texts as lists of `parts`."""
     events = [event for window in answer_events(answer, b"") for event in window]
-    texts = collections.defaultdict[Any, list[str]](list)
-    end: Any = None
+    end = None
     output: list[Json] = []  # blocks or items of the answer
     if dialect.name == "chat":
-        for choice in (members(one) for event in events for one in listed(event.get("choices"))):
-            end = choice.get("finish_reason") or end
-            delta = members(choice.get("delta") or choice.get("message"))
-            if choice.get("index") or delta.get("tool_calls") or listed(delta.get("content")):
-                return []
-            for key in ("content", "reasoning_content"):
-                texts[key].append(str(delta.get(key) or ""))
-        said, thought = "".join(texts["content"]), "".join(texts["reasoning_content"])
+        choices = [members(one) for event in events for one in listed(event.get("choices"))]
+        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
+        if any(one.get("tool_calls") or listed(one.get("content")) for one in deltas):
+            return []
+        if any(one.get("index") for one in choices):
+            return []
+        ends = [one["finish_reason"] for one in choices if one.get("finish_reason")]
+        end = ends[-1] if ends else None
+        said, thought = (
+            "".join(str(one.get(key) or "") for one in deltas)
+            for key in ("content", "reasoning_content")
+        )
         content = [{"type": "text", "text": said}] if parts else said
         items: list[Json] = [{"role": "assistant", "content": content}]
         if reasons and thought:
@@ -5345,11 +5329,8 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
             if "content_block" in event:
                 blocks[index] = members(event["content_block"])
             for key in ("text", "thinking", "signature"):
-                if key in delta:
-                    texts[index, key].append(str(delta[key]))
-        for (index, key), pieces in texts.items():
-            block = blocks.setdefault(index, {})
-            block[key] = str(block.get(key) or "") + "".join(pieces)
+                if index in blocks and key in delta:
+                    blocks[index][key] = str(blocks[index].get(key) or "") + str(delta[key])
         output = list(blocks.values())
         kept = [block for block in output if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
@@ -5526,10 +5507,9 @@ class Warmup:
         return status
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading waits until that has been read: the server would notice a cancel late, and
-        read it all again in another slot. Any other that needs the model ends the prefill, unless a
-        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
+        """Called before a request is forwarded. If it begins with what the server is reading, it
+        waits for that: the server would notice a cancel late, and read it all in another slot. Any
+        other ends the prefill, unless a client waits for it. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
@@ -5594,26 +5574,21 @@ class Warmup:
                 del self.heads[next(iter(self.heads))]
             if written != self.written and self.path:
                 self.written = written
-                try:
-                    self.write()
-                except OSError as error:
-                    text = "WARMUP_FILE=%r cannot be written any more: %s"
-                    self.proxy.log.warning(text, self.path, error)
-                    self.path = ""
+                self.write(written[1])
 
-    def write(self) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+    def write(self, shapes: list[Shape]) -> None:
+        """Write the file, whole or not at all."""
+        heads = {key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()}
+        learned = {"learned": shapes} if shapes else {}
         name = self.path + ".tmp"
-        rows: Json = {
-            key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()
-        }
-        if shapes := list(self.proxy.editor.lifter.learner.shapes):
-            rows["learned"] = shapes
         try:
             with open_private(name, "w") as file:
-                json.dump(rows, file)
+                json.dump({**heads, **learned}, file)
             os.replace(name, self.path)
-        finally:
+        except OSError as error:
+            text = "WARMUP_FILE=%r cannot be written any more: %s"
+            self.proxy.log.warning(text, self.path, error)
+            self.path = ""
             with suppress(OSError):
                 os.unlink(name)
 
@@ -5683,8 +5658,7 @@ class Warmup:
         return "off: the server is no llama.cpp" if helps else ", ".join(told)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Called before a client's request is forwarded: see whether what was read ahead is what
-        it begins with."""
+        """Before a request is forwarded: whether it begins with what was read ahead."""
         agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
         if not self.reads_ahead(agent) or side_of(view, sub_agent):
             return
@@ -5701,8 +5675,7 @@ class Warmup:
             exchange.tap.whole = bytearray()
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
-        """Called after an answer: what the next prompt begins with is to be read; after a side
-        request, to be read again."""
+        """After an answer: read what follows; after a side request, read it again."""
         tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
         if not self.reads_ahead(agent):
             return
@@ -5804,8 +5777,7 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
-    """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another
-    site."""
+    """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
     HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
@@ -5879,23 +5851,29 @@ class Pages:
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
-        """What stands about a request beside its bodies: what differs between the two prompts, and
-        where its tokens go, if the bodies are not too long."""
+        """A request with what kvproxy changed in it, and where its tokens go."""
         row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with suppress(Unreadable, RecursionError):
             for raw in (exchange.received, exchange.forwarded):
                 if raw is not None and exchange.dialect is not None and comparable(raw):
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
+
+        def count(text: str) -> int | None:
+            body, request = dump({"content": text}), exchange.request
+            answer = self.proxy.backend.ask("/tokenize", 3.0, body, request)[1]
+            tokens = members(answer).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
         if len(prompts) == 2:
-            count = self.proxy.token_counter(exchange)
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
+            idle = self.proxy.still.is_set()
+            tokens = exchange.usage.prompt
+            row["where it goes"] = weights_of(prompts[1], tokens, count if idle else None)
             row["diff"] = difference(*prompts)
         return row
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded. Takes at most ten times the memory
-        of the two."""
+        """A request with its bodies, in at most ten times their memory."""
         row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
         body = bytearray(row.encode("utf-8", "backslashreplace"))
         del row
@@ -5920,8 +5898,7 @@ class Pages:
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
-        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of
-        a prompt."""
+        """The page; without words of prompts unless `near`. `host`: how it was reached."""
         proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
         if not proxy.running:
             proxy.backend.look()
@@ -5978,8 +5955,7 @@ class Pages:
         return self.html(title, "".join(main), more)
 
     def headline(self, near: bool) -> tuple[str, str, str, str]:
-        """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
-        prompt are for this machine only."""
+        """What a person wants to know first, its tone, why it is so, and what to copy."""
         metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
         known, server = self.proxy.backend.known, self.server()
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
