@@ -4420,8 +4420,7 @@ class Backend:
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
-        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
+        """A new connection. Raises OSError. Windows would try localhost at ::1 first, for 2 s."""
         url, fault = self.locate(), OSError()
         local = url.hostname == "localhost" and self.tls is None
         for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
@@ -4540,8 +4539,7 @@ def fetch(
     body: bytes | None = None,
     opened: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
-    `opened` is called with the socket."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
     sent = {"Content-Type": "application/json", **(headers or {})}
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
@@ -4741,8 +4739,7 @@ class Proxy:
         return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host can be this machine: an IP address, a name that public DNS cannot hold, or
-        a set one."""
+        """Whether a Host can be this machine; public DNS cannot hold some names."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -4839,8 +4836,7 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        """Record a request; if less was reused than should have been, once the server is idle and
-        can be asked why."""
+        """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         with self.faults_logged("a finished request could not be recorded"):
             self.settle(exchange)
@@ -4889,8 +4885,7 @@ class Proxy:
         exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server, once
-        it is idle."""
+        """Settle a verdict; write page, metrics, log and capture. `ask`: the idle server."""
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
@@ -4924,20 +4919,8 @@ class Proxy:
         if ask:
             self.asking.release()
 
-    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
-        """Has the server count the tokens of a text, while it is idle."""
-
-        def count(text: str) -> int | None:
-            body, request = dump({"content": text}), exchange.request
-            answer = self.backend.ask("/tokenize", 3.0, body, request)[1]
-            tokens = members(answer).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
-        return count if self.still.is_set() else None
-
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Whether the server renders old turns in another way than before: that is why it had to
-        read them again."""
+        """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base = case.verdict, case.base
         if exchange.dialect is not DIALECTS["chat/completions"]:
             only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
@@ -5147,8 +5130,7 @@ class Metrics:
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add the time of tokens that would have been read without kvproxy, at the rate of all
-        long reads."""
+        """Add the time that was saved, at the rate of all long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
@@ -5267,8 +5249,8 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
 
 
 class PrivateFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE or CAPTURE_FILE, opened anew after a rename (logrotate); at its limit it becomes
-    FILE.1. A full disk costs one line, not one for each record. Raises ConfigError."""
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename; at its limit it becomes FILE.1. A
+    full disk costs one line, not one for each record. Raises ConfigError."""
 
     def __init__(
         self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
@@ -5336,22 +5318,24 @@ def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none if it is cut, has tool calls or
-    several choices, or says nothing. Clients may send `reasons` back, and texts as lists of
-    `parts`."""
+    """The turns with which a client will repeat an answer; none for one that cannot be told.
+    Clients may send `reasons` back, and texts as lists of `parts`."""
     events = [event for window in answer_events(answer, b"") for event in window]
-    texts = collections.defaultdict[Any, list[str]](list)
-    end: Any = None
+    end = None
     output: list[Json] = []  # blocks or items of the answer
     if dialect.name == "chat":
-        for choice in (members(one) for event in events for one in listed(event.get("choices"))):
-            end = choice.get("finish_reason") or end
-            delta = members(choice.get("delta") or choice.get("message"))
-            if choice.get("index") or delta.get("tool_calls") or listed(delta.get("content")):
-                return []
-            for key in ("content", "reasoning_content"):
-                texts[key].append(str(delta.get(key) or ""))
-        said, thought = "".join(texts["content"]), "".join(texts["reasoning_content"])
+        choices = [members(one) for event in events for one in listed(event.get("choices"))]
+        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
+        if any(one.get("tool_calls") or listed(one.get("content")) for one in deltas):
+            return []
+        if any(one.get("index") for one in choices):
+            return []
+        ends = [one["finish_reason"] for one in choices if one.get("finish_reason")]
+        end = ends[-1] if ends else None
+        said, thought = (
+            "".join(str(one.get(key) or "") for one in deltas)
+            for key in ("content", "reasoning_content")
+        )
         content = [{"type": "text", "text": said}] if parts else said
         items: list[Json] = [{"role": "assistant", "content": content}]
         if reasons and thought:
@@ -5366,11 +5350,8 @@ def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list
             if "content_block" in event:
                 blocks[index] = members(event["content_block"])
             for key in ("text", "thinking", "signature"):
-                if key in delta:
-                    texts[index, key].append(str(delta[key]))
-        for (index, key), pieces in texts.items():
-            block = blocks.setdefault(index, {})
-            block[key] = str(block.get(key) or "") + "".join(pieces)
+                if index in blocks and key in delta:
+                    blocks[index][key] = str(blocks[index].get(key) or "") + str(delta[key])
         output = list(blocks.values())
         kept = [block for block in output if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
@@ -5475,9 +5456,9 @@ class Warmup:
         self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
+        self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
-        self.next_try = 0.0  # at a server that is away
+        self.next_try = 0.0  # of a server that was away, or refused the keys
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -5547,10 +5528,9 @@ class Warmup:
         return status
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading waits until that has been read: the server would notice a cancel late, and
-        read it all again in another slot. Any other that needs the model ends the prefill, unless a
-        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
+        """Called before a request is forwarded. If it begins with what the server is reading, it
+        waits for that: the server would notice a cancel late, and read it all in another slot. Any
+        other ends the prefill, unless a client waits for it. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
@@ -5585,21 +5565,24 @@ class Warmup:
                 lifter.learner.news.clear()  # they were told when they were new
             for key, head in list(heads.items())[-self.config.warmup_heads :]:
                 view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
+                del view.turns[view.leading() :]  # a placeholder, in older files
                 if self.config.scrub and self.config.replay:
                     replay.tools.apply(view, ANYBODY)
-                self.heads[key] = Prefill(head["path"], view)
+                self.heads[key] = Prefill(head["path"], view_of(parse(view.dump()), view.dialect))
         except FileNotFoundError:  # none yet
             pass
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
-        self.write()
+        open_private(self.path + ".tmp", "w").close()
+        os.unlink(self.path + ".tmp")
 
     def remember(self, exchange: Exchange, view: View) -> None:
         """Keep the head of a request that was answered."""
         if not self.enabled or not view.dialect.edited or not view.system():
             return
-        self.keys, path = keys_of(exchange.request), exchange.request.path.partition("?")[0]
+        self.keys, self.next_try = keys_of(exchange.request), 0.0
+        path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
         body = front.dump()  # the turns of the view would keep all of the request in memory
         head = Prefill(path, view_of(parse(body), view.dialect), due=False)
@@ -5612,26 +5595,21 @@ class Warmup:
                 del self.heads[next(iter(self.heads))]
             if written != self.written and self.path:
                 self.written = written
-                try:
-                    self.write()
-                except OSError as error:
-                    text = "WARMUP_FILE=%r cannot be written any more: %s"
-                    self.proxy.log.warning(text, self.path, error)
-                    self.path = ""
+                self.write(written[1])
 
-    def write(self) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+    def write(self, shapes: list[Shape]) -> None:
+        """Write the file, whole or not at all."""
+        heads = {key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()}
+        learned = {"learned": shapes} if shapes else {}
         name = self.path + ".tmp"
-        rows: Json = {
-            key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()
-        }
-        if shapes := list(self.proxy.editor.lifter.learner.shapes):
-            rows["learned"] = shapes
         try:
             with open_private(name, "w") as file:
-                json.dump(rows, file)
+                json.dump({**heads, **learned}, file)
             os.replace(name, self.path)
-        finally:
+        except OSError as error:
+            text = "WARMUP_FILE=%r cannot be written any more: %s"
+            self.proxy.log.warning(text, self.path, error)
+            self.path = ""
             with suppress(OSError):
                 os.unlink(name)
 
@@ -5647,7 +5625,7 @@ class Warmup:
         due = [head for head in heads if head.due]
         if not due and keepalive and idle >= keepalive:
             due = heads[-1:]
-        if not due or self.keys is None:
+        if not due:
             return  # a server that has nothing to read is not asked anything
         if backend.ask("/health", 4.0)[0] in self.NOT_READY:
             backend.lost()
@@ -5659,7 +5637,7 @@ class Warmup:
             status = self.send(head, f"warm-up | {self.state}")
             self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
             if status in (401, 403):
-                self.keys = None  # until a client brings one that is taken
+                self.next_try = math.inf  # until a client brings keys
                 return
             if status in self.NOT_READY:
                 self.next_try = time.monotonic() + self.AWAY_WAIT
@@ -5701,8 +5679,7 @@ class Warmup:
         return "off: the server is no llama.cpp" if helps else ", ".join(told)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Called before a client's request is forwarded: see whether what was read ahead is what
-        it begins with."""
+        """Before a request is forwarded: whether it begins with what was read ahead."""
         agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
         if not self.reads_ahead(agent) or side_of(view, sub_agent):
             return
@@ -5719,8 +5696,7 @@ class Warmup:
             exchange.tap.whole = bytearray()
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
-        """Called after an answer: what the next prompt begins with is to be read; after a side
-        request, to be read again."""
+        """After an answer: read what follows; after a side request, read it again."""
         tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
         if not self.reads_ahead(agent):
             return
@@ -5823,8 +5799,7 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
-    """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another
-    site."""
+    """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
     HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
@@ -5899,23 +5874,29 @@ class Pages:
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
-        """What stands about a request beside its bodies: what differs between the two prompts, and
-        where its tokens go, if the bodies are not too long."""
+        """A request with what kvproxy changed in it, and where its tokens go."""
         row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
         with suppress(Unreadable, RecursionError):
             for raw in (exchange.received, exchange.forwarded):
                 if raw is not None and exchange.dialect is not None and comparable(raw):
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
+
+        def count(text: str) -> int | None:
+            body, request = dump({"content": text}), exchange.request
+            answer = self.proxy.backend.ask("/tokenize", 3.0, body, request)[1]
+            tokens = members(answer).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
         if len(prompts) == 2:
-            count = self.proxy.token_counter(exchange)
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
+            idle = self.proxy.still.is_set()
+            tokens = exchange.usage.prompt
+            row["where it goes"] = weights_of(prompts[1], tokens, count if idle else None)
             row["diff"] = difference(*prompts)
         return row
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded. Takes at most ten times the memory
-        of the two."""
+        """A request with its bodies, in at most ten times their memory."""
         row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
         body = bytearray(row.encode("utf-8", "backslashreplace"))
         del row
@@ -5940,8 +5921,7 @@ class Pages:
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
-        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of
-        a prompt."""
+        """The page; without words of prompts unless `near`. `host`: how it was reached."""
         proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
         if not proxy.running:
             proxy.backend.look()

@@ -11712,7 +11712,7 @@ def test_files_leave_no_temporary_one(
     assert one.post(PATHS["chat"], opening("chat", "hi")).status == 200
     one.finished(1)
     monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["warm.json"]
+    assert os.listdir(tmp_path) == []
     assert [line.count("WARMUP_FILE") for line in one.log.lines] == [1]
 
 
@@ -11723,7 +11723,7 @@ def test_files_temporary_ones_of_a_crash_go_at_the_start(
     for name in ("warm[1].json.tmp", "warm1.json.tmp", "other.tmp"):
         (tmp_path / name).write_text("{")
     rig(warmup_file=str(path))
-    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp", "warm[1].json"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "warm1.json.tmp"]
 
 
 def ex_rows(path: Path) -> list[Json]:
@@ -12761,7 +12761,7 @@ def test_warmup_file_that_cannot_be_written_is_told_once(
     folder = tmp_path / "folder"
     folder.mkdir()
     one = rig(warmup_file=str(folder / "warm.json"), log_level="warning")
-    shutil.rmtree(folder)
+    folder.rmdir()
     for name in ("Ann", "Bob", "Cid"):
         assert (
             one.post(PATHS["chat"], opening("chat", "hi", f"You are {name}. " + WARM_SYSTEM)).status
@@ -16511,7 +16511,7 @@ def test_real_ahead(slots: int, title: bool) -> None:
                         slowly(lambda: proxy.metrics.number >= count, "the end")  # noqa: B023
                         if ahead == "1" and proxy.warmup.talks:
                             proxy.warmup.rest()
-                    idle = proxy.metrics.idle_tokens
+                    idle = proxy.metrics.counts["idle_tokens_total", ""]
             rows.append(found)
     show(f"when a person speaks, -np {slots}, then read ahead ({idle} in idle time)", *rows)
     for (_, before), (_, after) in zip(*rows, strict=True):
