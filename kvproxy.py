@@ -1443,7 +1443,6 @@ CARRIED = frozenset(
 )  # fmt: skip
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
-UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 REWRITTEN = "first "  # begins the labels of those
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
@@ -1541,7 +1540,7 @@ def text_end(text: str, start: int, end: int) -> int:
 def digest(*parts: str | bytes) -> bytes:
     """A short hash of some texts, the same in every process."""
     data = [
-        part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts
+        one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass") for one in parts
     ]
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
@@ -1579,7 +1578,7 @@ class Unit:
 
     def complete(self) -> None:
         """Sum up what it says. The results of a batch say the same in any order."""
-        words = [one.words for one in self.said if one.words and not one.carrier]
+        words = [one.words for one in self.said if one.words]
         if len(words) > 1:
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
@@ -1837,8 +1836,7 @@ class Replay:
                 text, blocks = plain_text, []
         words = hash(("user", text, *sorted(beside))) if text or beside else 0
         whole = hash(("user", plain_text, *beside))
-        opening = digest(*[block for kind, block in blocks if kind in UNNAMED], text)
-        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, opening, calls)
+        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, digest(text), calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
         """undress() that knows the user's own decorations as well, and finds those of programs."""
