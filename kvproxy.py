@@ -1820,7 +1820,7 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return SILENT
-        calls = calls_of(turn)
+        calls = tuple([one.call() for one in call_fields(turn.item or {})])
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
@@ -2040,16 +2040,9 @@ def store(history: History, at: int, heard: bool) -> Stored:
         private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
     turns = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     restorable = unit.inserted or unit.dropped or (turns and (keep or came))
+    kept = turns if restorable else None
     return Stored(
-        words=unit.words,
-        whole=unit.whole,
-        blocks=came,
-        came=came,
-        turns=turns if restorable else None,
-        inserted=unit.inserted,
-        calls=unit.calls,
-        heard=heard,
-        private=private,
+        unit.words, unit.whole, came, came, kept, unit.inserted, unit.calls, heard, private
     )
 
 
@@ -2066,8 +2059,7 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
             heard = place
     if end == at and evidence:
         return at
-    for place in range(heard, min(end, len(record.units))):
-        stored = record.units[place]
+    for place, stored in enumerate(record.units[heard:end], heard):
         if stored.private or stored.whole != history.units[place].whole:
             return place
     return end
@@ -2170,11 +2162,6 @@ def is_time(text: str) -> bool:
     return len(text) < 120 and "\n" not in text and ANY_TIME.search(text) is not None
 
 
-def only_clock(before: str, after: str) -> bool:
-    """Whether two texts differ in the time of the day alone."""
-    return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
-
-
 def about(line: str) -> str:
     """What a line is about: what stands before a colon, else all but dates and numbers."""
     label, colon, _ = line.partition(":")
@@ -2228,8 +2215,11 @@ def settle_insertions(
     pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
     if not pending or history.target >= depth:
         return depth, pending
-    known = pending.keys() <= standing.keys()
-    if known and all(only_clock(standing[label], text) for label, text in pending.items()):
+    but_clocks = [
+        CLOCK_TIME.sub("", standing.get(label, "nothing")) == CLOCK_TIME.sub("", text)
+        for label, text in pending.items()
+    ]
+    if all(but_clocks):
         return depth, {}
     return settle_insertions(history, history.target, kept, lifted)
 
@@ -2247,7 +2237,7 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     pieces = [reminder("\n\n".join(lifted))] if lifted else []
     pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
     text = "\n\n".join(pieces)
-    at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
+    at = max(at for at, said in enumerate(unit.said) if said.speaks)
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
     if not slots:
@@ -2287,11 +2277,8 @@ class Editor:
             return Trace(replay.conversation(view))
         self.scrubber.apply(view, report)
         if config.system_first:
-
-            def stays(turn: Turn) -> bool:
-                return config.replay and replay.stays(view, turn, asker.client)
-
-            system_first(view, report, stays)
+            seen = replay.stays if config.replay else lambda *_: False
+            system_first(view, report, lambda turn: seen(view, turn, asker.client))
         if not config.replay:
             return Trace(replay.conversation(view))
         history, lifted = History(replay.units(view)), list[Lifted]()
@@ -2358,6 +2345,9 @@ class CallField(NamedTuple):
     named: Json | None  # has the name, or would
     said: str  # the call's arguments, or its result
 
+    def call(self) -> Call:
+        return str(self.holder.get(self.key)), str(members(self.named).get("name") or "")
+
 
 def call_fields(item: Json) -> list[CallField]:
     """The places of an item that hold ids of calls, in order."""
@@ -2405,17 +2395,6 @@ def beside_texts(turn: Turn) -> tuple[list[int], bool]:
     return said, len(said) > count
 
 
-def calls_of(turn: Turn) -> tuple[Call, ...]:
-    """(id, name) of the calls or results in a turn, in order."""
-    fields = call_fields(turn.item or {})
-    return tuple(
-        [
-            (str(one.holder.get(one.key)), str(members(one.named).get("name") or ""))
-            for one in fields
-        ]
-    )
-
-
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order of the first time; whether they changed."""
     spelled = {plain(ident): (ident, name) for ident, name in first}
@@ -2424,7 +2403,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         return False
     rank = {ident: place for place, ident in enumerate(spelled)}
     last = len(rank)
-    turns = []
+    turns: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
         fields = call_fields(item)
@@ -2436,10 +2415,11 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
                     named["name"] = name
         parts = listed(item.get("content"))
         parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), last))
-        turns.append(turn_of(item) if fields else turn)
+        place = min([last, *[rank[plain(one.call()[0])] for one in fields]])
+        turns.append((place, turn_of(item) if fields else turn))
     if unit.role == "tool":
-        turns.sort(key=lambda turn: min([last, *[rank[plain(one)] for one, _ in calls_of(turn)]]))
-    unit.turns = turns
+        turns.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in turns]
     return True
 
 
