@@ -1909,7 +1909,7 @@ class Replay:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
-            if restored_bytes([units[at] for at in kept]) > asker.size + SLACK:
+            if sum([restored_bytes(units[at]) for at in kept]) > asker.size + SLACK:
                 if asker.learn:
                     self.lines.drop(match.line)
                 match, kept = Match(), []
@@ -1984,16 +1984,17 @@ class Replay:
             return
         standing: dict[str, str] = {}
         for at, unit in enumerate(history.units):
-            for turn in list(unit.turns):
-                said = self.said(turn)
-                if not said.carrier:
-                    continue
-                kind, text = said.blocks[0][0], turn.text().strip()
+            kept = []
+            for turn in unit.turns:
+                said, text = self.said(turn), turn.text().strip()
+                kind = said.blocks[0][0] if said.carrier else ""
                 if kind in MOVED and at >= history.last and standing.get(kind) == text:
-                    unit.turns.remove(turn)
                     unit.dropped = True
                     report.dropped += 1
-                standing[kind] = text
+                else:
+                    standing[kind] = text
+                    kept.append(turn)
+            unit.turns = kept
 
     def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -2008,8 +2009,8 @@ class Replay:
             if old is not None and old.turns is None and old.whole == unit.whole:
                 record.units.append(old)  # the usual case, in long histories
                 continue
-            heard = at == match.depth and match.answered and unit.role == "assistant"
-            heard = before[at].heard if at < len(before) else heard
+            answered = match.answered and at == match.depth
+            heard = before[at].heard if at < len(before) else answered
             stored = store(history, at, heard)
             record.units.append(stored)
             if stored.turns is not None:
@@ -2114,14 +2115,12 @@ def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
     return [kind for kind, _ in blocks]
 
 
-def restored_bytes(units: list[Unit]) -> int:
-    """How many bytes restoring adds to a request."""
-    added = 0
-    for unit in units:
-        if unit.stored is not None and unit.stored.turns is not None:
-            added += sum([len(turn.json()) for turn in unit.stored.turns])
-            added -= sum([len(turn.json()) for turn in unit.turns[unit.fixed() :]])
-    return added
+def restored_bytes(unit: Unit) -> int:
+    """How many bytes restoring a unit adds to a request."""
+    if unit.stored is None or unit.stored.turns is None:
+        return 0
+    sent, came = unit.stored.turns, unit.turns[unit.fixed() :]
+    return sum([len(turn.json()) for turn in sent]) - sum([len(turn.json()) for turn in came])
 
 
 def restore(unit: Unit, stored: Stored) -> bool:
@@ -2216,7 +2215,7 @@ def settle_insertions(
     if not pending or history.target >= depth:
         return depth, pending
     but_clocks = [
-        CLOCK_TIME.sub("", standing.get(label, "nothing")) == CLOCK_TIME.sub("", text)
+        label in standing and CLOCK_TIME.sub("", standing[label]) == CLOCK_TIME.sub("", text)
         for label, text in pending.items()
     ]
     if all(but_clocks):
