@@ -1712,7 +1712,7 @@ class Lines:
         with self.lock:
             line.record = record
             lines = self.by_place.setdefault(place, [])
-            if line not in lines[-SAME_PLACE:]:
+            if line not in lines:
                 lines.append(line)
                 line.places.append(place)
                 del lines[:-SAME_PLACE]
@@ -2151,9 +2151,8 @@ MESSAGE_TIME = re.compile(
     r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
     r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
 )
-CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
-ANY_NUMBER = re.compile(rf"{_CLOCK}|\d+")
 
 
 def is_time(text: str) -> bool:
@@ -2162,9 +2161,8 @@ def is_time(text: str) -> bool:
 
 
 def about(line: str) -> str:
-    """What a line is about: what stands before a colon, else all but dates and numbers."""
-    label, colon, _ = line.partition(":")
-    return label.strip() if colon else ANY_NUMBER.sub("", line).strip()
+    """What a line is about: what stands before a colon, else all but its values."""
+    return form_of(line).partition(":")[0].strip()
 
 
 def withdraws(before: str, after: str) -> bool:
@@ -2175,9 +2173,7 @@ def withdraws(before: str, after: str) -> bool:
 
 
 def labels_of(text: str) -> set[str]:
-    """What stands before the colons of its lines."""
-    forms = map(form_of, text.splitlines())
-    return {form.partition(":")[0] for form in forms if ":" in form}
+    return {about(line) for line in text.splitlines() if ":" in line}
 
 
 def settle_insertions(
