@@ -2366,14 +2366,17 @@ def call_fields(item: Json) -> list[CallField]:
 
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
-    if isinstance(value, list):
-        return "\n".join(map(canonical, value))
-    if members(value).get("type") == "text":
-        value = value.get("text")
-    if isinstance(value, str) and value[:1] == "{":
+    if isinstance(value, dict):
+        return _sorted_json(value)
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        text = part.get("text") if members(part).get("type") == "text" else part
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    said = "\n".join(texts)
+    if said[:1] == "{":
         with contextlib.suppress(ValueError, RecursionError):
-            return _sorted_json(json.loads(value))
-    return value if isinstance(value, str) else _sorted_json(value)
+            return _sorted_json(json.loads(said))
+    return said
 
 
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
