@@ -1480,6 +1480,7 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 # time. It counts as a part of the text everywhere but where a client takes it out of its history,
 # or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
+MOST_PROGRAMS = 8  # of one text
 _LABEL = r"\[[^\[\]\n]{2,200}\]"
 _TIME_LABEL = rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\]"
 _NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
@@ -1510,7 +1511,7 @@ TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)|(?<=\n)\n(?=[
 def program_tail(text: str) -> re.Match[str] | None:
     """The block at the end of a text that a program may have written."""
     starts = [one.end() for one in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
-    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-16:]))
+    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-8:]))
     return next(filter(None, blocks), None)
 
 
@@ -1518,16 +1519,16 @@ def strip_programs(text: str) -> tuple[list[Decoration], str]:
     """undress() that takes what a program may have written for a decoration as well: tagged where
     a message of nothing else is most likely no person's."""
     found: list[Decoration] = []
-    while True:
+    for _ in range(MOST_PROGRAMS):
         words = text.strip()
         block = PROGRAM_LEAD.match(words) or program_tail(words)
         if block is None:
-            return found, text
-        check_limit("decorations of a text", len(found))
+            break
         named = block["tag"] is not None and not block["tag"].isalnum()
         found.append(("tagged" if named else "program", block[0].strip()))
         more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
         found += more
+    return found, text
 
 
 def text_end(text: str, start: int, end: int) -> int:
