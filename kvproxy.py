@@ -1505,14 +1505,16 @@ PROGRAM_TAIL = re.compile("|".join((
     rf"{_TIME_LABEL}\Z",
     rf"(?<=\n\n)(?:{_TIMED_LINES}|{_LABEL}(?:\n[^\n]+)*)\Z",
 )))  # fmt: skip
-TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)|(?<=\n)\n(?=[A-Z])")
+TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)")
 
 
 def program_tail(text: str) -> re.Match[str] | None:
     """The block at the end of a text that a program may have written."""
-    starts = [one.end() for one in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
-    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-8:]))
-    return next(filter(None, blocks), None)
+    starts = [at + 2] if (at := text.rfind("\n\n")) >= 0 else []
+    if text.endswith((">", "}", "`", "]")):
+        window = max(0, len(text) - PROGRAM_BLOCK)
+        starts += [one.end() for one in TAIL_START.finditer(text, window)][-8:]
+    return next(filter(None, [PROGRAM_TAIL.match(text, at) for at in reversed(starts)]), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
