@@ -2131,9 +2131,9 @@ def restore(unit: Unit, stored: Stored) -> bool:
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
-    fixed = unit.fixed()
-    came = [storable(turn).item for turn in unit.turns[fixed:]]
-    if came == [turn.item for turn in stored.turns]:
+    came = unit.turns[(fixed := unit.fixed()) :]
+    sent = [turn.item for turn in stored.turns]
+    if came == stored.turns or sent == [storable(turn).item for turn in came]:
         return changed
     unit.turns[fixed:] = stored.turns
     return True
