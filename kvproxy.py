@@ -1266,11 +1266,9 @@ def changed_form(old: str, new: str) -> str:
     return form_of(new)
 
 
-Change = tuple[int, int, list[str]]  # from and to which line of a text, and what stood there before
-
-
-def changes(old: list[str], new: list[str]) -> Iterator[Change]:
-    """Where two texts differ, given as lines, between lines that stand once in both. Linear."""
+def changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, list[str]]]:
+    """Where a text, given as lines, differs from an older one: from and to which line, and what
+    stood there before. Around it are lines that stand once in both."""
     counts, others = collections.Counter(new), collections.Counter(old)
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
@@ -1579,15 +1577,23 @@ class Unit:
         first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls
 
-    def complete(self) -> None:
-        """Sum up what it says. The results of a batch say the same in any order."""
+    def complete(self, role: str) -> list[Unit]:
+        """Sum up what it says, in front of a turn of that role. Carriers between two answers were
+        answered: they become units of their own, in which somebody speaks."""
+        parted = []
+        asked = role == "assistant" and self.role in ("assistant", "head")
+        while asked and self.said and self.said[-1].carrier:
+            said = self.said.pop()
+            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+            parted.append(Unit("user", [self.turns.pop()], [said]))
         words = [one.words for one in self.said if one.words]
-        if len(words) > 1:
+        if len(words) > 1:  # the results of a batch say the same in any order
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
         self.whole = whole[0] if len(whole) == 1 else hash((self.role, *whole))
         self.calls = tuple([call for one in self.said for call in one.calls])
+        return parted[::-1]
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1743,16 +1749,6 @@ class Lines:
                     self.by_place.pop(place, None)
 
 
-def answered_carriers(unit: Unit) -> list[Unit]:
-    """The carriers of a unit as units of their own: nothing else was said, and answered."""
-    units = []
-    while unit.said and unit.said[-1].carrier:
-        said = unit.said.pop()
-        said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-        units.append(Unit("user", [unit.turns.pop()], [said]))
-    return units[::-1]
-
-
 class Asker(NamedTuple):
     """Whose request it is, how many bytes it has, and whether anything is learned from it."""
 
@@ -1812,8 +1808,6 @@ class Replay:
             remember(self.roles, seen, True)
         return self.roles.get(begun, False)
 
-    # --- what turns say ---------------------------------------------------------------------------
-
     def said(self, turn: Turn) -> Said:
         """What a turn says; remembered with the turn."""
         if turn.said is None:
@@ -1858,24 +1852,19 @@ class Replay:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         units = [unit := Unit("head", [], [])]
         grown = carried = False  # the unit has more than its first turn, and ends with a carrier
-        for turn in [*view.turns[view.leading() :], None]:
-            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            said = SILENT if turn is None else turn.said or self.said(turn)
-            if said.carrier or (turn and unit.role == role != "user" and not carried):
-                unit.turns.append(cast(Turn, turn))
+        for turn in view.turns[view.leading() :]:
+            role = "assistant" if turn.role == "reasoning" else turn.role
+            said = turn.said or self.said(turn)
+            if said.carrier or (unit.role == role != "user" and not carried):
+                unit.turns.append(turn)
                 unit.said.append(said)
                 grown, carried = True, said.carrier
                 continue
-            if carried and role == "assistant" and unit.role in ("assistant", "head"):
-                units += answered_carriers(unit)
             if grown:
-                unit.complete()
-            if turn:
-                units.append(unit := Unit(role, [turn], [said]))
-                grown = carried = False
-        return units
-
-    # --- names of conversations -------------------------------------------------------------------
+                units += unit.complete(role)
+            units.append(unit := Unit(role, [turn], [said]))
+            grown = carried = False
+        return units + unit.complete("assistant")
 
     def conversation(self, view: View, units: list[Unit] | None = None) -> str:
         """A conversation's name, from its system prompt and the first user's words."""
@@ -1895,8 +1884,6 @@ class Replay:
         if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
             key = hash((trace.whose, answer.opening, answer.calls))
             remember(self.names, key, trace.conversation)
-
-    # --- a request --------------------------------------------------------------------------------
 
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
