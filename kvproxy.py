@@ -1272,11 +1272,9 @@ def changed_form(old: str, new: str) -> str:
     return form_of(new)
 
 
-Change = tuple[int, int, list[str]]  # from and to which line of a text, and what stood there before
-
-
-def changes(old: list[str], new: list[str]) -> Iterator[Change]:
-    """Where two texts differ, given as lines, between lines that stand once in both. Linear."""
+def changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, list[str]]]:
+    """Where a text, given as lines, differs from an older one: from and to which line, and what
+    stood there before. Around it are lines that stand once in both."""
     counts, others = collections.Counter(new), collections.Counter(old)
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
@@ -1449,7 +1447,6 @@ CARRIED = frozenset(
 )  # fmt: skip
 MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
 SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
-UNNAMED = frozenset(("program", "tagged"))  # decorations that no table describes
 REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
 REWRITTEN = "first "  # begins the labels of those
 PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
@@ -1487,6 +1484,7 @@ def undress(text: str) -> tuple[list[Decoration], str]:
 # time. It counts as a part of the text everywhere but where a client takes it out of its history,
 # or puts a time in.
 PROGRAM_BLOCK = 8192  # characters, at most
+MOST_PROGRAMS = 8  # of one text
 _LABEL = r"\[[^\[\]\n]{2,200}\]"
 _TIME_LABEL = rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\]"
 _NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
@@ -1511,30 +1509,32 @@ PROGRAM_TAIL = re.compile("|".join((
     rf"{_TIME_LABEL}\Z",
     rf"(?<=\n\n)(?:{_TIMED_LINES}|{_LABEL}(?:\n[^\n]+)*)\Z",
 )))  # fmt: skip
-TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)|(?<=\n)\n(?=[A-Z])")
+TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)")
 
 
 def program_tail(text: str) -> re.Match[str] | None:
     """The block at the end of a text that a program may have written."""
-    starts = [one.end() for one in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
-    blocks = (PROGRAM_TAIL.match(text, at) for at in reversed(starts[-16:]))
-    return next(filter(None, blocks), None)
+    starts = [at + 2] if (at := text.rfind("\n\n")) >= 0 else []
+    if text.endswith((">", "}", "`", "]")):
+        window = max(0, len(text) - PROGRAM_BLOCK)
+        starts += [one.end() for one in TAIL_START.finditer(text, window)][-8:]
+    return next(filter(None, [PROGRAM_TAIL.match(text, at) for at in reversed(starts)]), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
     """undress() that takes what a program may have written for a decoration as well: tagged where
     a message of nothing else is most likely no person's."""
     found: list[Decoration] = []
-    while True:
+    for _ in range(MOST_PROGRAMS):
         words = text.strip()
         block = PROGRAM_LEAD.match(words) or program_tail(words)
         if block is None:
-            return found, text
-        check_limit("decorations of a text", len(found))
+            break
         named = block["tag"] is not None and not block["tag"].isalnum()
         found.append(("tagged" if named else "program", block[0].strip()))
         more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
         found += more
+    return found, text
 
 
 def text_end(text: str, start: int, end: int) -> int:
@@ -1547,7 +1547,7 @@ def text_end(text: str, start: int, end: int) -> int:
 def digest(*parts: str | bytes) -> bytes:
     """A short hash of some texts, the same in every process."""
     data = [
-        part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts
+        one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass") for one in parts
     ]
     return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
 
@@ -1583,15 +1583,23 @@ class Unit:
         first = said[0] if said else SILENT
         self.words, self.whole, self.calls = first.words, first.whole, first.calls
 
-    def complete(self) -> None:
-        """Sum up what it says. The results of a batch say the same in any order."""
-        words = [one.words for one in self.said if one.words and not one.carrier]
-        if len(words) > 1:
+    def complete(self, role: str) -> list[Unit]:
+        """Sum up what it says, in front of a turn of that role. Carriers between two answers were
+        answered: they become units of their own, in which somebody speaks."""
+        parted = []
+        asked = role == "assistant" and self.role in ("assistant", "head")
+        while asked and self.said and self.said[-1].carrier:
+            said = self.said.pop()
+            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
+            parted.append(Unit("user", [self.turns.pop()], [said]))
+        words = [one.words for one in self.said if one.words]
+        if len(words) > 1:  # the results of a batch say the same in any order
             words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
         self.words = words[0] if words else 0
         whole = [one.whole for one in self.said]
         self.whole = whole[0] if len(whole) == 1 else hash((self.role, *whole))
         self.calls = tuple([call for one in self.said for call in one.calls])
+        return parted[::-1]
 
     def blocks(self) -> list[Decoration]:
         """Its decorations, in order."""
@@ -1722,7 +1730,7 @@ class Lines:
         with self.lock:
             line.record = record
             lines = self.by_place.setdefault(place, [])
-            if line not in lines[-SAME_PLACE:]:
+            if line not in lines:
                 lines.append(line)
                 line.places.append(place)
                 del lines[:-SAME_PLACE]
@@ -1748,16 +1756,6 @@ class Lines:
                     self.by_place[place] = lines
                 else:
                     self.by_place.pop(place, None)
-
-
-def answered_carriers(unit: Unit) -> list[Unit]:
-    """The carriers of a unit as units of their own: nothing else was said, and answered."""
-    units = []
-    while unit.said and unit.said[-1].carrier:
-        said = unit.said.pop()
-        said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-        units.append(Unit("user", [unit.turns.pop()], [said]))
-    return units[::-1]
 
 
 class Asker(NamedTuple):
@@ -1820,8 +1818,6 @@ class Replay:
             remember(self.roles, seen, True)
         return self.roles.get(begun, False)
 
-    # --- what turns say ---------------------------------------------------------------------------
-
     def said(self, turn: Turn) -> Said:
         """What a turn says; remembered with the turn."""
         if turn.said is None:
@@ -1831,7 +1827,7 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return SILENT
-        calls = calls_of(turn)
+        calls = tuple([one.call() for one in call_fields(turn.item or {})])
         beside, more = beside_texts(turn)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
@@ -1847,8 +1843,7 @@ class Replay:
                 text, blocks = plain_text, []
         words = hash(("user", text, *sorted(beside))) if text or beside else 0
         whole = hash(("user", plain_text, *beside))
-        opening = digest(*[block for kind, block in blocks if kind in UNNAMED], text)
-        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, opening, calls)
+        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, digest(text), calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
         """undress() that knows the user's own decorations as well, and finds those of programs."""
@@ -1867,24 +1862,19 @@ class Replay:
         """The turns behind the system prompt as units; the first one for what precedes them."""
         units = [unit := Unit("head", [], [])]
         grown = carried = False  # the unit has more than its first turn, and ends with a carrier
-        for turn in [*view.turns[view.leading() :], None]:
-            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
-            said = SILENT if turn is None else turn.said or self.said(turn)
-            if said.carrier or (turn and unit.role == role != "user" and not carried):
-                unit.turns.append(cast(Turn, turn))
+        for turn in view.turns[view.leading() :]:
+            role = "assistant" if turn.role == "reasoning" else turn.role
+            said = turn.said or self.said(turn)
+            if said.carrier or (unit.role == role != "user" and not carried):
+                unit.turns.append(turn)
                 unit.said.append(said)
                 grown, carried = True, said.carrier
                 continue
-            if carried and role == "assistant" and unit.role in ("assistant", "head"):
-                units += answered_carriers(unit)
             if grown:
-                unit.complete()
-            if turn:
-                units.append(unit := Unit(role, [turn], [said]))
-                grown = carried = False
-        return units
-
-    # --- names of conversations -------------------------------------------------------------------
+                units += unit.complete(role)
+            units.append(unit := Unit(role, [turn], [said]))
+            grown = carried = False
+        return units + unit.complete("assistant")
 
     def conversation(self, view: View, opening: bytes | None = None) -> str:
         """A conversation's name, from its system prompt and the first user's words."""
@@ -1912,8 +1902,6 @@ class Replay:
         if random_ids or len(answer.opening) >= LONG_ANSWER:
             remember(self.names, hash((trace.whose, *said)), trace.conversation)
 
-    # --- a request --------------------------------------------------------------------------------
-
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
@@ -1928,7 +1916,7 @@ class Replay:
             for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
                 unit.stored = stored
             kept = [at for at in match.record.kept if at < match.depth]
-            if restored_bytes([units[at] for at in kept]) > asker.size + SLACK:
+            if sum([restored_bytes(units[at]) for at in kept]) > asker.size + SLACK:
                 if asker.learn:
                     self.lines.drop(match.line)
                 match, kept = Match(), []
@@ -2004,16 +1992,17 @@ class Replay:
             return
         standing: dict[str, str] = {}
         for at, unit in enumerate(history.units):
-            for turn in list(unit.turns):
-                said = self.said(turn)
-                if not said.carrier:
-                    continue
-                kind, text = said.blocks[0][0], turn.text().strip()
+            kept = []
+            for turn in unit.turns:
+                said, text = self.said(turn), turn.text().strip()
+                kind = said.blocks[0][0] if said.carrier else ""
                 if kind in MOVED and at >= history.last and standing.get(kind) == text:
-                    unit.turns.remove(turn)
                     unit.dropped = True
                     report.dropped += 1
-                standing[kind] = text
+                else:
+                    standing[kind] = text
+                    kept.append(turn)
+            unit.turns = kept
 
     def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
         """Record a request as it is forwarded."""
@@ -2028,8 +2017,8 @@ class Replay:
             if old is not None and old.turns is None and old.whole == unit.whole:
                 record.units.append(old)  # the usual case, in long histories
                 continue
-            heard = at == match.depth and match.answered and unit.role == "assistant"
-            heard = before[at].heard if at < len(before) else heard
+            answered = match.answered and at == match.depth
+            heard = before[at].heard if at < len(before) else answered
             stored = store(history, at, heard)
             record.units.append(stored)
             if stored.turns is not None:
@@ -2060,16 +2049,9 @@ def store(history: History, at: int, heard: bool) -> Stored:
         private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
     turns = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     restorable = unit.inserted or unit.dropped or (turns and (keep or came))
+    kept = turns if restorable else None
     return Stored(
-        words=unit.words,
-        whole=unit.whole,
-        blocks=came,
-        came=came,
-        turns=turns if restorable else None,
-        inserted=unit.inserted,
-        calls=unit.calls,
-        heard=heard,
-        private=private,
+        unit.words, unit.whole, came, came, kept, unit.inserted, unit.calls, heard, private
     )
 
 
@@ -2086,8 +2068,7 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
             heard = place
     if end == at and evidence:
         return at
-    for place in range(heard, min(end, len(record.units))):
-        stored = record.units[place]
+    for place, stored in enumerate(record.units[heard:end], heard):
         if stored.private or stored.whole != history.units[place].whole:
             return place
     return end
@@ -2142,14 +2123,12 @@ def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
     return [kind for kind, _ in blocks]
 
 
-def restored_bytes(units: list[Unit]) -> int:
-    """How many bytes restoring adds to a request."""
-    added = 0
-    for unit in units:
-        if unit.stored is not None and unit.stored.turns is not None:
-            added += sum([len(turn.json()) for turn in unit.stored.turns])
-            added -= sum([len(turn.json()) for turn in unit.turns[unit.fixed() :]])
-    return added
+def restored_bytes(unit: Unit) -> int:
+    """How many bytes restoring a unit adds to a request."""
+    if unit.stored is None or unit.stored.turns is None:
+        return 0
+    sent, came = unit.stored.turns, unit.turns[unit.fixed() :]
+    return sum([len(turn.json()) for turn in sent]) - sum([len(turn.json()) for turn in came])
 
 
 def restore(unit: Unit, stored: Stored) -> bool:
@@ -2157,9 +2136,9 @@ def restore(unit: Unit, stored: Stored) -> bool:
     changed = bool(stored.calls) and respell(unit, stored.calls)
     if stored.turns is None:
         return changed
-    fixed = unit.fixed()
-    came = [storable(turn).item for turn in unit.turns[fixed:]]
-    if came == [turn.item for turn in stored.turns]:
+    came = unit.turns[(fixed := unit.fixed()) :]
+    sent = [turn.item for turn in stored.turns]
+    if came == stored.turns or sent == [storable(turn).item for turn in came]:
         return changed
     unit.turns[fixed:] = stored.turns
     return True
@@ -2180,9 +2159,8 @@ MESSAGE_TIME = re.compile(
     r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
     r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
 )
-CLOCK_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d{1,9})?)?(?: ?[AaPp][Mm]\b)?")
+CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
-ANY_NUMBER = re.compile(rf"{_CLOCK}|\d+")
 
 
 def is_time(text: str) -> bool:
@@ -2190,15 +2168,9 @@ def is_time(text: str) -> bool:
     return len(text) < 120 and "\n" not in text and ANY_TIME.search(text) is not None
 
 
-def only_clock(before: str, after: str) -> bool:
-    """Whether two texts differ in the time of the day alone."""
-    return CLOCK_TIME.sub("", before) == CLOCK_TIME.sub("", after)
-
-
 def about(line: str) -> str:
-    """What a line is about: what stands before a colon, else all but dates and numbers."""
-    label, colon, _ = line.partition(":")
-    return label.strip() if colon else ANY_NUMBER.sub("", line).strip()
+    """What a line is about: what stands before a colon, else all but its values."""
+    return form_of(line).partition(":")[0].strip()
 
 
 def withdraws(before: str, after: str) -> bool:
@@ -2209,9 +2181,7 @@ def withdraws(before: str, after: str) -> bool:
 
 
 def labels_of(text: str) -> set[str]:
-    """What stands before the colons of its lines."""
-    forms = map(form_of, text.splitlines())
-    return {form.partition(":")[0] for form in forms if ":" in form}
+    return {about(line) for line in text.splitlines() if ":" in line}
 
 
 def settle_insertions(
@@ -2248,8 +2218,11 @@ def settle_insertions(
     pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
     if not pending or history.target >= depth:
         return depth, pending
-    known = pending.keys() <= standing.keys()
-    if known and all(only_clock(standing[label], text) for label, text in pending.items()):
+    but_clocks = [
+        label in standing and CLOCK_TIME.sub("", standing[label]) == CLOCK_TIME.sub("", text)
+        for label, text in pending.items()
+    ]
+    if all(but_clocks):
         return depth, {}
     return settle_insertions(history, history.target, kept, lifted)
 
@@ -2267,7 +2240,7 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     pieces = [reminder("\n\n".join(lifted))] if lifted else []
     pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
     text = "\n\n".join(pieces)
-    at = next(at for at in range(len(unit.turns) - 1, -1, -1) if unit.said[at].speaks)
+    at = max(at for at, said in enumerate(unit.said) if said.speaks)
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
     if not slots:
@@ -2307,11 +2280,8 @@ class Editor:
             return Trace(replay.conversation(view))
         self.scrubber.apply(view, report)
         if config.system_first:
-
-            def stays(turn: Turn) -> bool:
-                return config.replay and replay.stays(view, turn, asker.client)
-
-            system_first(view, report, stays)
+            seen = replay.stays if config.replay else lambda *_: False
+            system_first(view, report, lambda turn: seen(view, turn, asker.client))
         if not config.replay:
             return Trace(replay.conversation(view))
         history, lifted = History(replay.units(view)), list[Lifted]()
@@ -2378,6 +2348,9 @@ class CallField(NamedTuple):
     named: Json | None  # has the name, or would
     said: str  # the call's arguments, or its result
 
+    def call(self) -> Call:
+        return str(self.holder.get(self.key)), str(members(self.named).get("name") or "")
+
 
 def call_fields(item: Json) -> list[CallField]:
     """The places of an item that hold ids of calls, in order."""
@@ -2401,14 +2374,17 @@ def call_fields(item: Json) -> list[CallField]:
 
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
-    said = []
+    if isinstance(value, dict):
+        return _sorted_json(value)
+    texts = []
     for part in value if isinstance(value, list) else [value]:
         text = part.get("text") if members(part).get("type") == "text" else part
-        if isinstance(text, str) and text[:1] == "{":
-            with contextlib.suppress(ValueError, RecursionError):
-                text = json.loads(text)
-        said.append(text if isinstance(text, str) else _sorted_json(text))
-    return "\n".join(said)
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    said = "\n".join(texts)
+    if said[:1] == "{":
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(said))
+    return said
 
 
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
@@ -2425,17 +2401,6 @@ def beside_texts(turn: Turn) -> tuple[list[int], bool]:
     return said, len(said) > count
 
 
-def calls_of(turn: Turn) -> tuple[Call, ...]:
-    """(id, name) of the calls or results in a turn, in order."""
-    fields = call_fields(turn.item or {})
-    return tuple(
-        [
-            (str(one.holder.get(one.key)), str(members(one.named).get("name") or ""))
-            for one in fields
-        ]
-    )
-
-
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     """Give calls or results the ids, names and order of the first time; whether they changed."""
     spelled = {plain(ident): (ident, name) for ident, name in first}
@@ -2444,7 +2409,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         return False
     rank = {ident: place for place, ident in enumerate(spelled)}
     last = len(rank)
-    turns = []
+    turns: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
         fields = call_fields(item)
@@ -2456,10 +2421,11 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
                     named["name"] = name
         parts = listed(item.get("content"))
         parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), last))
-        turns.append(turn_of(item) if fields else turn)
+        place = min([last, *[rank[plain(one.call()[0])] for one in fields]])
+        turns.append((place, turn_of(item) if fields else turn))
     if unit.role == "tool":
-        turns.sort(key=lambda turn: min([last, *[rank[plain(one)] for one, _ in calls_of(turn)]]))
-    unit.turns = turns
+        turns.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in turns]
     return True
 
 
