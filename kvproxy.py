@@ -1574,6 +1574,7 @@ class Unit:
 
     inserted = NOTHING  # what kvproxy set down in it, by label
     dropped = False  # a carrier of it is not sent
+    answer: tuple[str, frozenset[str]] | None = None  # see spoken
 
     def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
         self.role = role
@@ -1617,11 +1618,14 @@ class Unit:
         """How many of its turns are never restored: answers and results, but not the carriers."""
         return 0 if self.by_user() else sum([not one.carrier for one in self.said])
 
-    @functools.cached_property
+    @property
     def spoken(self) -> tuple[str, frozenset[str]]:
         """The letters of an answer, and the ids of its calls."""
-        texts = [turn.text() for turn in self.turns if turn.role == "assistant"]
-        return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in self.calls])
+        if self.answer is None:  # cached_property has one lock for all, up to Python 3.11
+            texts = [turn.text() for turn in self.turns if turn.role == "assistant"]
+            ids = frozenset([plain(ident) for ident, _ in self.calls])
+            self.answer = letters("\n".join(texts)), ids
+        return self.answer
 
 
 def opening_of(units: list[Unit]) -> bytes:
