@@ -45,7 +45,6 @@ import contextlib
 import copy
 import dataclasses
 import difflib
-import errno
 import functools
 import hashlib
 import html
@@ -202,13 +201,16 @@ def setting_of(variable: str) -> dataclasses.Field[Any] | None:
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting."""
+    """(variable, setting) of variables that were most likely meant to be a setting: a letter is
+    missing, too many, another or in the wrong place."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
-        close = difflib.get_close_matches(bare, names, 1, 0.87)  # a letter of eight
-        if close and not setting_of(variable):
-            yield variable, close[0]
+        for name in names if not setting_of(variable) else ():
+            if abs(len(name) - len(bare)) <= 1:
+                likeness = difflib.SequenceMatcher(None, bare, name).ratio()
+                if likeness >= 1 - 1 / len(name):
+                    yield variable, name
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
@@ -363,7 +365,10 @@ class View:
 
     def leading(self) -> int:
         """How many turns at the start of the list are system messages."""
-        return sum(1 for _ in itertools.takewhile(lambda turn: turn.role == "system", self.turns))
+        for count, turn in enumerate(self.turns):
+            if turn.role != "system":
+                return count
+        return len(self.turns)
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
@@ -455,6 +460,7 @@ def _finite(text: str) -> float:
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
 _parse_at = _strict.raw_decode
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
 
@@ -478,7 +484,7 @@ def parse(raw: bytes | bytearray | str) -> Json:
 
 def dump(body: Any) -> bytes:
     """Compact JSON. ASCII escapes are faster than UTF-8 and keep lone surrogates."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+    return _compact_json(body).encode("ascii")
 
 
 def bare(part: Json) -> Json:
@@ -1618,6 +1624,11 @@ class Unit:
         return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in self.calls])
 
 
+def opening_of(units: list[Unit]) -> bytes:
+    """A digest of the first user's words, the same in every process."""
+    return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+
+
 class History:
     """The units of a request, and the places in it that the rules speak of; 0: there is none."""
 
@@ -1636,9 +1647,7 @@ class History:
             elif not self.target and units[at].speaks():
                 self.target = at
         behind = [block for unit in units[self.last :] for block in unit.blocks()]
-        self.moved = MOVED.intersection(
-            kinds_of(behind)
-        )  # kinds of carriers behind the last answer
+        self.moved = MOVED.intersection(kinds_of(behind))  # kinds of carriers behind that
 
 
 class Stored(NamedTuple):
@@ -1703,7 +1712,7 @@ class Record:
             return self.answer
         windows = tap.windows()
         if self.relayed[0] != windows:  # more of it came
-            self.relayed = windows, heard_answer(*windows)
+            self.relayed = windows, heard_answer(answer_events(*windows))
         return self.relayed[1]
 
 
@@ -1778,6 +1787,7 @@ class Trace:
     conversation: str = ""
     record: Record | None = None
     whose: int = 0  # a hash of the client and the dialect
+    opening: bytes = b""  # a hash of the first user's words
 
 
 class Replay:
@@ -1866,24 +1876,31 @@ class Replay:
             grown = carried = False
         return units + unit.complete("assistant")
 
-    def conversation(self, view: View, units: list[Unit] | None = None) -> str:
+    def conversation(self, view: View, opening: bytes | None = None) -> str:
         """A conversation's name, from its system prompt and the first user's words."""
-        units = units or self.units(view)
-        first = next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], first).hex()
+        opening = opening_of(self.units(view)) if opening is None else opening
+        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
-    def name(self, view: View, whose: int, units: list[Unit]) -> str:
-        """conversation(), but one whose beginning was rewritten is known by its first answer."""
+    def name(self, view: View, trace: Trace, units: list[Unit]) -> str:
+        """conversation(), but one whose front was rewritten is known by the first answer that it
+        has, and what that was said to."""
         first = next((unit for unit in units if unit.role == "assistant"), None)
-        known = self.names.get(hash((whose, *first.spoken))) if first is not None else None
-        return known or self.conversation(view, units)
+        said = first.spoken if first is not None else ()
+        for key in ((trace.whose, trace.opening, *said), (trace.whose, *said)) if said else ():
+            if known := self.names.get(hash(key)):
+                return known
+        return self.conversation(view, trace.opening)
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to, unless others may get the same."""
+        """Note which conversation an answer belongs to. By itself it tells that, unless others may
+        get the same: a few words, or calls with ids that are names and numbers."""
+        if not answer.complete:
+            return
+        said = answer.opening, answer.calls
+        remember(self.names, hash((trace.whose, trace.opening, *said)), trace.conversation)
         random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
-        if answer.complete and (random_ids or len(answer.opening) >= LONG_ANSWER):
-            key = hash((trace.whose, answer.opening, answer.calls))
-            remember(self.names, key, trace.conversation)
+        if random_ids or len(answer.opening) >= LONG_ANSWER:
+            remember(self.names, hash((trace.whose, *said)), trace.conversation)
 
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
@@ -1903,8 +1920,9 @@ class Replay:
                 if asker.learn:
                     self.lines.drop(match.record.line)
                 match, kept = Match(), []
-        name = match.record.conversation if match.record else self.name(view, whose, units)
-        trace = Trace(name, whose=whose)
+        trace = Trace(whose=whose, opening=opening_of(units))
+        record = match.record
+        trace.conversation = record.conversation if record else self.name(view, trace, units)
         report.tools_restored += self.tools.apply(view, asker)
         depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
         for unit in units[depth:]:
@@ -2355,17 +2373,14 @@ def call_fields(item: Json) -> list[CallField]:
 
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
-    if isinstance(value, dict):
-        return _sorted_json(value)
-    texts = []
+    said = []
     for part in value if isinstance(value, list) else [value]:
         text = part.get("text") if members(part).get("type") == "text" else part
-        texts.append(text if isinstance(text, str) else _sorted_json(text))
-    said = "\n".join(texts)
-    if said[:1] == "{":
-        with contextlib.suppress(ValueError, RecursionError):
-            return _sorted_json(json.loads(said))
-    return said
+        if isinstance(text, str) and text[:1] == "{":
+            with contextlib.suppress(ValueError, RecursionError):
+                text = json.loads(text)
+        said.append(text if isinstance(text, str) else _sorted_json(text))
+    return "\n".join(said)
 
 
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:
@@ -2489,59 +2504,51 @@ class Usage:
 
 # What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
 USAGE_KEYS = {
-    "prompt_tokens": "prompt", "tokens_evaluated": "prompt",
-    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
-    "completion_tokens": "output", "output_tokens": "output", "predicted_n": "output",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "cached_tokens": "cached",
+    "prompt_cache_hit_tokens": "cached", "completion_tokens": "output", "output_tokens": "output",
+    "predicted_n": "output", "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
     # Anthropic's: input_tokens are only what was not cached.
     "input_tokens": "input", "cache_read_input_tokens": "cache_read",
     "cache_creation_input_tokens": "cache_write",
-    # llama.cpp's result_timings::to_json
-    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
 }  # fmt: skip
 USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
-def answer_events(first: bytes, last: bytes) -> list[list[Json]]:
-    """The JSON objects in an answer's first bytes, and in its last ones if it is longer: the events
-    of a stream, or the whole. Of the last one that was cut off, the members with numbers."""
+def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
+    """The events in an answer's first bytes, and in its last ones if it is longer; without streams
+    there is one. Of an event whose beginning is cut off, its numbers."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
         text, events = window.decode("utf-8", "replace"), list[Json]()
         for one in text.split("\n") if streamed else [text]:
-            with contextlib.suppress(ValueError, RecursionError):
-                if "{" in one:
+            if "{" in one:
+                try:
                     events.append(members(json.loads(one.removeprefix("data:"))))
-                continue
-            if window is (last or first):
-                events.append(numbers_at_end(one))
+                except (ValueError, RecursionError):
+                    if window is (last or first):
+                        events.append(numbers_at_end(one))
         windows.append(events)
     return windows
 
 
 def numbers_at_end(text: str) -> Json:
-    """The members with numbers of a JSON object whose beginning is cut off, or those of the object
-    that is its last member; not those of a tool call's input, which may have such names."""
+    """The last members with numbers of a JSON object that is cut off."""
     found: Json = {}
     for member in list(USAGE_MEMBER.finditer(text))[-2:]:
-        with contextlib.suppress(ValueError, RecursionError):
-            value, end = json.JSONDecoder().raw_decode(text, member.end())
-            for opening in ('{"":0', '{"":{"":0'):
-                with contextlib.suppress(ValueError):
-                    json.loads(opening + text[end:])
-                    found[member[1]] = value
+        with suppress(ValueError, RecursionError):
+            found[member[1]] = json.JSONDecoder().raw_decode(text, member.end())[0]
     return found
 
 
-def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None = None) -> Usage:
-    """The cache numbers in an answer's first and last bytes (llama-server, LM Studio, others), or
-    in their events, where they are known."""
+def usage_of(windows: list[list[Json]]) -> Usage:
+    """The cache numbers in the events of an answer (llama-server, LM Studio, others)."""
     found: Json = {}
-    for event in itertools.chain(*(windows or answer_events(first, last))):
-        for part in (event, event.get("response"), event.get("message")):
-            if isinstance(part, dict) and not USAGE_NAMES.isdisjoint(part):
-                read_numbers(found, {key: part.get(key) for key in USAGE_NAMES})
+    for event in itertools.chain(*windows):
+        for part in (event, members(event.get("response")), members(event.get("message"))):
+            for name in USAGE_NAMES.intersection(part):
+                read_numbers(found, name, part[name])
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2556,34 +2563,29 @@ def usage_of(first: bytes, last: bytes = b"", windows: list[list[Json]] | None =
     return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
 
 
-def read_numbers(found: Json, numbers: Json) -> None:
-    """Enter the numbers of a usage or timings object, and of those in it, into `found`."""
-    for key, number in numbers.items():
-        if isinstance(number, dict):
-            read_numbers(found, number)
-        elif key in USAGE_KEYS and type(number) in (int, float) and 0 <= number < 1e15:
-            found[USAGE_KEYS[key]] = number if key == "prompt_ms" else int(number)
+def read_numbers(found: Json, key: str, value: Any) -> None:
+    """Enter a number, or those of a usage or timings object, into `found`."""
+    if isinstance(value, dict):
+        for name, number in value.items():
+            read_numbers(found, name, number)
+    elif key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
 
 
-# What leads to the words and calls of an answer -> the types of objects in which it is such a word.
-_PLAIN = (None, "text", "text_delta", "output_text")
-ANSWER_KEYS = {
-    **dict.fromkeys(("tool_calls", "content_block", "item", "choices", "message", "output"), ()),
-    "delta": ("response.output_text.delta",),
-    "content": _PLAIN,
-    "text": _PLAIN,
-}
+# What leads to the words and calls of an answer, and the types of objects that hold words.
+ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
+               "item", "output")  # fmt: skip
+WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def heard_answer(first: bytes, last: bytes, known: list[list[Json]] | None = None) -> Heard:
-    """What an answer says, from its beginning and (if it is long) its end, streamed or whole; or
-    from their events."""
-    said = [list(answer_parts(events)) for events in known or answer_events(first, last)]
-    windows = [letters("".join(text for text, _ in parts)) for parts in said]
+def heard_answer(windows: list[list[Json]]) -> Heard:
+    """What an answer says, by the events of its beginning and, if it is long, of its end."""
+    said = [list(answer_parts(events)) for events in windows]
+    texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
-    if not calls and not any(windows):
+    if not calls and not any(texts):
         return UNREAD
-    return Heard(windows[0], windows[-1], frozenset(calls), len(windows) == 1)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2600,7 +2602,7 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             part = value[name]
             if not isinstance(part, str):
                 yield from answer_parts(part, name)
-            elif kind in ANSWER_KEYS[name]:
+            elif kind in WORD_TYPES and name != "message":  # that is an error's
                 yield part, ""
 
 
@@ -2622,7 +2624,7 @@ def part_text(value: Any) -> str:
     without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
     stand for few tokens, and are replaced by a hash."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, list):
@@ -2658,104 +2660,83 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 class Prompt:
     """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
-    Reasoning is none: clients and chat templates drop it at will; `reasoning` has the numbers of
-    the turns with which it was sent.
 
-    `chain` has a hash of all up to each segment, `turns` the same for the turns alone, which begin
-    at the place `first`; `head` is a hash of all before them. `sent` is the prompt as the client
-    sent it, None if it was forwarded so. `tokens` and `number` are known once the request is
-    finished."""
-
-    SEGMENTS = 4096  # those behind are not looked at
+    Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
+    before the turns, `turns` has one of all turns up to each. `time` is on any clock; `sent` is the
+    prompt as it came, if it was edited. The last three members are known when the request ends."""
 
     def __init__(
-        self,
-        view: View,
-        talk: str = "",
-        headers: Mapping[str, str] | None = None,
-        now: float = 0.0,
-        sent: Prompt | None = None,
-        side: bool = True,
+        self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
-        """`talk` names the conversation; `headers`: of the request, their names in lower case;
-        `now`: on any clock; `side`: whether it may be a side request."""
-        self.conversation, self.time = talk, now
-        self.side = side_of(view, headers or {}) if side else ""
+        self.conversation, self.side, self.time, self.sent = talk, side, now, sent
         self.segments = [("system", turn.text()) for turn in view.system()]
-        shared = {text: text for _, text in sent.segments} if sent is not None else {}
+        self.system = "\n".join([text for _, text in self.segments])
+        self.tools = list[str]()
         for tool in listed(view.body.get("tools")):
+            self.tools.append(tool_name(tool))
             text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {tool_name(tool)}", shared.get(text, text)))
-        self.first, number = min(len(self.segments), self.SEGMENTS), 1
-        self.reasoning = set[int]()
+            self.segments.append((f"tool {self.tools[-1]}", text))
+        self.first = len(self.segments)  # place of the first turn
+        self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
+        self.answers = number = link = 0  # how many turns there are up to the last answer
+        self.head, self.turns = hash(tuple(self.segments)), list[int]()
         turns = view.turns[view.leading() :]
-        for turn in turns[: self.SEGMENTS]:
-            item = turn.item or {}
-            content = item.get("content")
-            kinds = [members(part).get("type") for part in content] if type(content) is list else ()
-            reasons = turn.role == "reasoning"
-            more = item.get("reasoning_content") or any(kind in REASONING_PARTS for kind in kinds)
-            if reasons or more:
-                self.reasoning.add(number)
-            if reasons:
+        for turn in turns:
+            if turn.role == "reasoning":
+                self.reasoning.add(number + 1)
                 continue
+            number += 1
+            if turn.role == "assistant" and turn.item:
+                kinds = [members(part).get("type") for part in listed(turn.item.get("content"))]
+                thought = any(kind in REASONING_PARTS for kind in kinds)
+                if thought or turn.item.get("reasoning_content"):
+                    self.reasoning.add(number)
             role = "prompt" if view.dialect.turns == "prompt" else turn.role
             self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            number += 1
-        del self.segments[self.SEGMENTS :]
-        self.system = "\n".join(text for name, text in self.segments if name == "system")
-        self.tools = [name[5:] for name, _ in self.segments if name.startswith("tool ")]
-        self.chain, self.turns = links(self.segments), links(self.segments[self.first :])
-        self.head = self.chain[self.first - 1] if self.first else 0
+            self.turns.append(link := hash((link, self.segments[-1])))
+            if role == "assistant":
+                self.answers = number
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        # In bytes: PEP 393, with one emoji four for each character of a text.
-        texts = {id(text): text for _, text in self.segments}
-        rows = len(self.segments)
-        if sent is not None:
-            texts |= {id(text): text for _, text in sent.segments}
-            rows += len(sent.segments)
-        self.memory = 370 * rows + sum(map(sys.getsizeof, texts.values()))
-        self.sent, self.tokens = sent, cast("int | None", None)
-        self.number, self.first_pace = 0, 0.0  # ms for each 1,000 characters, see tell_pace()
+        held = self.segments + (sent.segments if sent is not None else [])
+        texts = {id(text): text for _, text in held}
+        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
         self.step = ""  # what it is for, so that no long read alarms anybody
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
-            self.step = self.side or (later if self.answered(0) else "first prompt")
+            self.step = side or (later if self.answers else "first prompt")
+        self.tokens: int | None = None
+        self.number, self.first_pace = 0, 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def said(self) -> list[str]:
-        """The user texts."""
-        return [text for name, text in self.segments if "(user)" in name]
-
-    def answered(self, depth: int) -> bool:
-        """Whether there is an answer behind the first `depth` turns."""
-        return any("(assistant)" in name for name, _ in self.segments[self.first + depth :])
-
     def has_turns_of(self, base: Prompt) -> bool:
         """Whether its turns begin with all turns of another prompt."""
+        count = len(base.turns)
+        if self.turns[count - 1 : count] == base.turns[-1:]:
+            return True
         (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        raw = name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
-        return raw or self.turns[: len(base.turns)] == base.turns
+        return name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
 
     def goes_on(self, base: Prompt) -> bool:
         """Whether it begins with the whole of another prompt."""
         return self.head == base.head and self.has_turns_of(base)
 
+    def depth(self, other: Prompt) -> int:
+        """The number of segments that it begins with as another prompt does."""
+        if self.head == other.head:
+            return self.first + common_prefix(self.turns, other.turns)
+        return common_prefix(self.segments[: self.first], other.segments[: other.first])
+
     def common(self, other: Prompt) -> int:
         """Characters that it begins with as another prompt does."""
-        depth = common_prefix(self.chain, other.chain)
+        depth = self.depth(other)
+        if depth == len(other.segments):
+            return other.size
         (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
         more = common_prefix(text, other_text) if name == other_name else 0
-        return sum(len(text) for _, text in self.segments[:depth]) + more
-
-
-def links(segments: list[Segment]) -> list[int]:
-    """For each segment a hash of all up to it."""
-    chained = itertools.accumulate(segments, lambda link, one: hash((link, one)), initial=0)
-    return list(chained)[1:]
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -2768,16 +2749,14 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts are versions of one: half of the longer one is common at the start and the
-    end, or in lines."""
+    """Whether half of the longer text is common: its start and end, or its lines."""
     if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
         return a == b
     a, b = a[:65536], b[:65536]
     prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
     if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
         return True
-    lines = collections.Counter(a.splitlines()) & collections.Counter(b.splitlines())
-    return sum(len(line) * count for line, count in lines.items()) > wanted
+    return sum(map(len, set(a.splitlines()) & set(b.splitlines()))) > wanted
 
 
 KINDS = (  # what a differing span looks like, most telling first
@@ -2815,7 +2794,7 @@ def around(text: str, at: int) -> str:
 
 LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
 COMPARED = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 512  # prompts, the newest, for those of a conversation
+LOOKED_THROUGH = 256  # prompts, the newest, for those of a conversation
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
@@ -2856,25 +2835,16 @@ class Verdict:
         """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
         if self.name == "new branch" and self.kind in ("regenerated", "edited"):
             return f"goes on from an older prompt than the newest one ({self.kind})"
-        if self.name != "rewritten":
+        if self.name != "rewritten" or self.kind == "reasoning":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        elif self.kind == "reasoning":
-            told = f"the client no longer sends the reasoning of {self.where}, which it had sent"
-        return "; ".join(filter(None, (told, self.remedy())))
+        return f"{told}; {self.remedy()}".rstrip("; ")
 
     def remedy(self) -> str:
         """What helps."""
-        return " ".join(filter(None, (self.advice, self.cure)))
-
-
-MOVED_ALONE = "by kvproxy itself; the client only went on"
-MOVED_BESIDE = (
-    "by kvproxy itself, since the system prompt says something else, or another conversation is"
-    " alike up to here; the client's messages only went on"
-)
+        return f"{self.advice} {self.cure}".strip()
 
 
 @dataclasses.dataclass
@@ -2888,13 +2858,12 @@ class Case:
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
-    compared: Prompt | None = None  # the same, or the closest of other conversations
     between: list[Prompt] = dataclasses.field(default_factory=list)
     texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
     place: int = 0  # of the segment where they part
     learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
     straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: str = ""  # what kvproxy moved, while the client's messages only went on
+    moved: bool = False  # by kvproxy itself: the client's messages only went on
     away: bool = False  # the server was away since then
     idle: float = 0.0  # seconds without a request before it
     ahead: int | None = None  # tokens of it that were read before it came
@@ -2912,9 +2881,8 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it. What the server says comes later,
-        in settle(). `lost_at`: when the server was last away, on the prompts' clock; `shapes`: what
-        was learned."""
+        """Compare a prompt with those before it, and remember it; settle() comes later. `lost_at`:
+        when the server was last away, on the prompts' clock; `shapes`: what was learned."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
             self.entries.append(prompt)
@@ -2923,40 +2891,29 @@ class Ledger:
                 self.size -= self.entries.popleft().memory
         verdict = Verdict(side=prompt.side, step=prompt.step)
         case = Case(verdict, prompt)
-        if not stored or not prompt.chain:
+        if not stored or not prompt.segments:
             return case
-        case.base = base = previous(prompt, stored)
+        case.base = previous(prompt, stored)
+        base = case.base
         if base is None:  # of other conversations the closest one, rather one with the same tools
             like = [one for one in stored if one.head == prompt.head] or stored
             rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
             base = max(rank, key=rank.__getitem__)
-        case.compared, case.whole = base, case.base is not None and prompt.goes_on(base)
+        newer = stored[: stored.index(base)]
+        case.between, case.away = newer[:COMPARED], base.time < lost_at
+        case.whole = case.base is not None and prompt.goes_on(base)
         others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         sent = prompt.sent or prompt
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        if case.base is not None and sent.goes_on(base.sent or base):
-            case.moved = MOVED_ALONE
-        newer = stored[: stored.index(base)]
-        case.between, case.away = newer[:COMPARED], base.time < lost_at
-        if case.whole:
-            verdict.name, talk = "extended", (base.conversation, base.head)
-            again = any((one.conversation, one.head) == talk and not one.side for one in newer)
-            if again and not prompt.side:
-                same = len(prompt.chain) == len(base.chain)
-                verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
-            return case
-        locate_change(case, base, shapes)
-        place = verdict.where.partition(" ")[0]
-        if place == "turn" and case.base is not None and sent.has_turns_of(base.sent or base):
-            case.moved = case.moved or MOVED_BESIDE
-        goes_on = case.base is not None and (place == "turn" or prompt.answered(0))
-        volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
-        same_agent = place != "system" or alike(base.system, prompt.system)
-        if not prompt.side and same_agent and (goes_on or volatile):
-            verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+        talks = [(one.conversation, one.head) for one in newer if not one.side]
+        if not case.whole:
+            judge_change(case, base, shapes)
+        elif prompt.side or (base.conversation, base.head) not in talks:
+            verdict.name = "extended"
         else:
-            verdict.name = "cold" if verdict.share < 0.05 else "new branch"
+            same = len(prompt.turns) == len(base.turns)
+            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
         return case
 
 
@@ -2965,38 +2922,29 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     of its history; what stands before the turns does not count. One whose last message alone was
     put in another way (a branch, a question beside the conversation) is passed over."""
     talk, side = prompt.conversation, prompt.side
-    named = (one for one in stored if one.conversation == talk and (side or not one.side))
-    own = list(itertools.islice(named, COMPARED))
-    whole = next((one for one in own if prompt.has_turns_of(one)), None)
-    newer = itertools.takewhile(lambda one: one is not whole, stored[:LOOKED_AT])
-    own += [one for one in newer if one.conversation != talk]  # its name may have changed
-    whole = changed = None
-    deepest = reached = -1
-    for entry in own:
-        following = slice(deepest, deepest + 1)  # what stands behind the deepest so far
-        deeper = prompt.turns[following] and prompt.turns[following] == entry.turns[following]
-        if whole is not None and whole.head == prompt.head and not deeper:
+    named = [one for one in stored if one.conversation == talk and (side or not one.side)]
+    own = named[:COMPARED]
+    near = [one for one in stored[:LOOKED_AT] if one.conversation != talk and not one.side]
+    best, reached = None, -1
+    for one in own + near:  # its name may have changed
+        whole = prompt.has_turns_of(one)
+        depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
+        if depth < reached or not (whole or prompt.answers > depth):
             continue
-        depth, begins = common_prefix(prompt.turns, entry.turns), prompt.has_turns_of(entry)
-        later = changed is None and depth > deepest and prompt.answered(depth)
-        if not (begins and depth >= deepest) and not later:
+        tie = best if depth == reached else None
+        if tie and (not whole or tie.head == prompt.head):
             continue
-        if entry.conversation != talk and not looks_alike(prompt, entry):
+        if tie and prompt.common(one) <= prompt.common(tie):
             continue
-        if not begins:
-            changed, reached = entry, depth
-        elif whole is None or depth > deepest or prompt.common(entry) > prompt.common(whole):
-            whole, deepest = entry, depth
-    if whole is None or deepest <= reached:
-        return changed
-    newest = max((one for one in own if not one.side), key=lambda one: one.time, default=whole)
-    if newest is whole or (newest.conversation != talk and not looks_alike(prompt, newest)):
-        return whole
-    said = prompt.segments[prompt.first + deepest :]
-    while said and "(assistant)" not in said[-1][0]:
-        said.pop()
-    in_history = newest.segments[-1][1] in [text for _, text in said]  # though not from the start
-    return newest if in_history else whole
+        if one.conversation == talk or looks_alike(prompt, one):
+            best, reached = one, depth
+    newest = max(own[:1] + near[:1], key=lambda one: one.time, default=best)
+    if best is None or newest is None or newest is best:
+        return best
+    # It was made from the newest one if the last message of that is history now.
+    history = prompt.segments[prompt.first + reached : prompt.first + prompt.answers]
+    made = newest.segments[-1][1] in [text for _, text in history]
+    return newest if made and (newest.conversation == talk or looks_alike(prompt, newest)) else best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
@@ -3004,58 +2952,88 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
     if name.endswith("(prompt)"):
         return prompt.goes_on(one)
-    if prompt.side or one.side or not one.turns or not prompt.answered(0):
+    if prompt.side or one.side or not one.turns or not prompt.answers:
         return False
     if not (first in opening or opening in first or alike(first, opening)):
         said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
-        if not any(text in said for _, text in one.segments[one.first :]):
+        if said.isdisjoint([text for _, text in one.segments[one.first :]]):
             return False
     return alike(one.system, prompt.system)
+
+
+def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
+    """Name what became of a prompt that does not go on from an earlier one."""
+    verdict, prompt = case.verdict, case.prompt
+    locate_change(case, base, shapes)
+    place, same_talk = verdict.where.partition(" ")[0], case.base is not None
+    sent, base_sent = prompt.sent or prompt, base.sent or base
+    if same_talk and sent.has_turns_of(base_sent):
+        case.moved = place == "turn" or sent.head == base_sent.head
+    goes_on = same_talk and (place == "turn" or prompt.answers > 0)
+    volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
+    same_agent = place != "system" or alike(base.system, prompt.system)
+    if same_agent and (goes_on or volatile) and not prompt.side:
+        verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
 def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what the change looks like."""
     verdict, prompt = case.verdict, case.prompt
-    depth = common_prefix(prompt.chain, base.chain)
+    case.place = depth = prompt.depth(base)
     (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
     verdict.where = name or old_name
-    answers = "(assistant)" in name and "(assistant)" not in old_name
-    case.place = depth
     if base.system != prompt.system:
-        verdict.where, old, new = "system", base.system, prompt.system
-        rows = {shape: shape.row() for shape in shapes}
-        left, pieces = lift_text(old, rows.values())
-        if pieces and left != new:
-            old = left  # something else changed as well
-        elif pieces:
-            found = {label for label, _ in pieces}
-            case.learned = [shape for shape, row in rows.items() if row.label in found]
-            now = dict(lift_text((prompt.sent or prompt).system, rows.values())[1])
-            changed = [one for one in pieces if one[1] != now.get(one[0])] or pieces
-            old, new = changed[0][1], now.get(changed[0][0], "")
+        verdict.where = "system"
+        old, new = system_change(case, base, shapes)
     elif base.tools != prompt.tools:
-        order = sorted(base.tools) == sorted(prompt.tools)
-        verdict.where, verdict.kind = "tools", "tool order" if order else "tools changed"
-        at = common_prefix(base.tools, prompt.tools)
-        sides = base.tools[at : at + 3], prompt.tools[at : at + 3]
-        verdict.before, verdict.after = (", ".join(side)[:80] for side in sides)
-        return
+        same = sorted(base.tools) == sorted(prompt.tools)
+        verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
+        old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     elif case.base is None and depth >= prompt.first:
         return  # the first words of another conversation
-    elif stands_behind(new, base, depth) and stands_behind(old, prompt, depth):
-        verdict.kind = "another order"
-    elif old and (not name or answers or stands_behind(new, base, depth)):
-        verdict.where, verdict.kind, new = old_name, "taken out", ""
-    elif new and stands_behind(old, prompt, depth):
-        verdict.kind, old = "put in", ""
-    elif sorted(old.split()) == sorted(new.split()):
-        moved = "(tool)" in name and "(tool)" not in old_name
-        other = "another form" if old.split() == new.split() else "another order"
-        verdict.kind = "moved into the result" if moved else other
+    else:
+        verdict.kind = moved_text(base, prompt, depth)
+        if verdict.kind == "taken out":
+            verdict.where, new = old_name, ""
+        elif verdict.kind == "put in":
+            old = ""
     case.texts = old, new
     at = common_prefix(old, new)
     verdict.kind = verdict.kind or kind_of(old, new, at)
     verdict.before, verdict.after = around(old, at), around(new, at)
+
+
+def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
+    """The system texts that differ; or the two values of what was learned from this very prompt."""
+    prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
+    rows = [shape.row() for shape in known.values()]
+    left, pieces = lift_text(base.system, rows)
+    if left != prompt.system:
+        return left, prompt.system  # something else changed as well
+    case.learned = [known[label] for label, _ in pieces]
+    now = dict(lift_text((prompt.sent or prompt).system, rows)[1])
+    label, value = next((one for one in pieces if one[1] != now.get(one[0])), pieces[0])
+    return value, now.get(label, "")
+
+
+def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
+    """How a text has moved at the place where two prompts part; '' if it has not."""
+    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
+    later, earlier = stands_behind(new, base, depth), stands_behind(old, prompt, depth)
+    if later and earlier:
+        return "another order"
+    answer = "(assistant)" in name and "(assistant)" not in old_name
+    if old and (later or answer or not name):
+        return "taken out"
+    if new and earlier:
+        return "put in"
+    if sorted(old.split()) != sorted(new.split()):
+        return ""
+    if "(tool)" in name and "(tool)" not in old_name:
+        return "moved into the result"
+    return "another form" if old.split() == new.split() else "another order"
 
 
 def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
@@ -3066,57 +3044,46 @@ def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
 
 # --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
 
-
 CURE_LINES = 4  # of a system prompt that one cure covers
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that would have kept a rewritten prompt the same, and its price; none where
-    none would, or it is set already."""
-    verdict, texts, pattern = case.verdict, case.texts, ""
-    system, order = verdict.where == "system", verdict.kind == "tool order"
-    if case.learned:
-        verdict.advice = "learned: it is lifted from now on"
-    if not system and "(user)" not in verdict.where and not order:
+    """Name the setting that would have kept a rewritten prompt the same, if there is one."""
+    verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
+    system, user = verdict.where == "system", "(user)" in verdict.where
+    if not system and not user and verdict.kind != "tool order":
         return
-    for switch in ("scrub", "replay", "lift" if system else "replay"):
+    for switch in ("scrub", "replay", "lift") if system else ("scrub", "replay"):
         if not getattr(config, switch):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    name = "LIFT_REGEX" if system else "REPLAY_REGEX"
-    if system:
-        pattern = lift_pattern(case)
-    elif not order and (pattern := block_pattern(*texts)):
-        prompts = [one for one in (case.base, case.prompt) if one is not None]
-        came = (text for one in prompts for text in (one.sent or one).said())
-        if not any(text != without_block(pattern, text) for text in came):
-            pattern = ""  # not the client, but kvproxy wrote it
-        elif not replayable(case, pattern):
+    if case.learned:
+        pattern = "|".join([shape.pattern() for shape in case.learned])
+        price = "learned: it is lifted from now on; from the first request on with"
+    elif system:
+        pattern = lines_pattern(*case.texts)
+    elif user:
+        name, pattern = "REPLAY_REGEX", block_pattern(*case.texts)
+        if pattern and not replayable(case, pattern):
             name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
-    if pattern and pattern not in getattr(config, name.lower()):
-        quote = '"' if "'" in pattern else "'"
-        verdict.cure = f"{name}={quote}{pattern}{quote}"
-        price = "this cures it, but the model sees it no more:" if name == "STRIP_REGEX" else ""
-        verdict.advice += "; from the first request on with" if case.learned else price
+            price = "this cures it, but the model sees it no more:"
+    if line := setting_line(config, name, pattern):
+        verdict.advice, verdict.cure = price, line
 
 
-def lift_pattern(case: Case) -> str:
-    """A pattern of what differs in a system prompt: its lines, or else what was learned."""
-    old, new = case.texts
-    if case.learned and case.compared is not None:  # as they came
-        both = (one.sent or one for one in (case.compared, case.prompt))
-        old, new = (lift_text(one.system, LIFTS)[0] for one in both)
-    pattern = lines_pattern(old, new)
-    if pattern or len(case.learned) != 1:
-        return pattern
-    pattern = case.learned[0].pattern()
-    (old, found), (new, found_now) = (lift_text(one, [own_lift(pattern)]) for one in (old, new))
-    return pattern if found and found_now and old == new else ""
+def setting_line(config: Config, name: str, pattern: str) -> str:
+    """A pattern as a setting, ready to copy: NAME='...', or NAME_2 if there is one. '' if that is
+    set already."""
+    pattern, known = re.sub(r"\\([ #&~-])", r"\1", pattern), getattr(config, name.lower())
+    if not pattern or pattern in known:
+        return ""
+    quote = '"' if "'" in pattern else "'"
+    number = f"_{len(known) + 1}" if known else ""
+    return f"{name}{number}={quote}{pattern}{quote}"
 
 
 def without_block(pattern: str, text: str) -> str:
-    """A text without what the pattern of a block finds; as it is if the block begins so often that
-    looking for its ends could take long."""
+    """A text without a block, unless that begins so often that looking for its ends takes long."""
     opening = pattern.partition(".*?")[0]
     many = sum(1 for _ in re.finditer(opening, text)) > 64
     return text if many else re.sub(pattern, "", text)
@@ -3125,58 +3092,48 @@ def without_block(pattern: str, text: str) -> str:
 def replayable(case: Case, pattern: str) -> bool:
     """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
     that another one was answered and spoken behind it."""
-    now = case.texts[1]
-    if now != without_block(pattern, now):
-        return False
-
-    def later(prompt: Prompt) -> bool:
-        behind = iter(prompt.segments[case.place :])
+    spoken = []
+    for prompt in (case.base, case.prompt):
+        behind = iter(prompt.segments[case.place :] if prompt is not None else ())
         answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-        said = (text for name, text in behind if "(user)" in name)
-        words = (without_block(pattern, text).strip() for text in said)
-        return answered and any(words)
-
-    return later(case.prompt) and not (case.base is not None and later(case.base))
+        said = [text for name, text in behind if "(user)" in name]
+        words = [text for text in said if without_block(pattern, text).strip()]
+        spoken.append(answered and words != [])
+    now = case.texts[1]
+    return spoken == [False, True] and now == without_block(pattern, now)
 
 
 def strip_pattern(case: Case, pattern: str) -> str:
-    """The pattern for STRIP_REGEX: without what it finds, the two texts are the same, and no
-    message is empty; '' where that is not so."""
-    said = [text for one in (case.base, case.prompt) if one for text in one.said()]
-    if "<system-reminder>" in pattern:  # clients tell many things in this way
-        return ""
-    if not all(without_block(pattern, text).strip() for text in said):
-        return ""
-    for form in ("{}", r"{}\s*", r"\n\n{}", r"\n{}"):
-        more = "(?s)" + form.format(pattern.removeprefix("(?s)"))
-        if len({without_block(more, text) for text in case.texts}) == 1:
-            return more
+    """A pattern without which the two texts are the same, and no message is empty, or ''."""
+    segments = case.prompt.segments + (case.base.segments if case.base is not None else [])
+    said = [text for name, text in segments if "(user)" in name]
+    if all(without_block(pattern, text).strip() for text in said):
+        for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
+            if len({without_block(form, text) for text in case.texts}) == 1:
+                return form
     return ""
 
 
-def shape(text: str) -> str:
+def varying(text: str) -> str:
     """A pattern for a piece of a line: numbers and names of days and months may vary."""
-    pattern = re.sub(r"\\([ \-#&~])", r"\1", re.escape(text))
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", pattern)
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
     return re.sub(r"\d+", r"\\d+", pattern)
 
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of whole lines, each there once, without which two system texts are equal."""
-    before, after = old.split("\n"), new.split("\n")
-    pairs = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]]
-    patterns = []
-    for was, now in pairs[:CURE_LINES]:
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
+    patterns, texts = [], [old, new]
+    for was, now in [(was, now) for was, now in pairs if was != now][:CURE_LINES]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         label = label[: label.rfind(" ") + 1] or label
         named = len(re.findall("[A-Za-z]", label)) > 2
-        patterns.append(f"^{shape(label)}.*$" if named else f"^{shape(was)}$")
-    texts = [old, new]
-    for pattern in patterns:
-        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+        pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
         if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-    return "|".join(patterns) if texts[0] == texts[1] and len(pairs) <= CURE_LINES else ""
+        patterns.append(pattern)
+        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
+    return "|".join(patterns) if texts[0] == texts[1] else ""
 
 
 def block_pattern(old: str, new: str) -> str:
@@ -3189,11 +3146,12 @@ def block_pattern(old: str, new: str) -> str:
         block = text[start : end if end >= 0 else None].strip()
         line = block.split("\n")[0]
         typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        if typed or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
+        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
+        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
             continue
-        opening = shape(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
         tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(shape, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
             pattern = f"(?s){opening}.*?{closing}"
             left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
             if len(left) == 1 and (left != {""} or "" in (old, new)):
@@ -3205,91 +3163,92 @@ def block_pattern(old: str, new: str) -> str:
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens fewer were reused than should have been; 0 where that is little or unknown.
-    What a prompt that goes on from another begins with is known to six tokens."""
+    """How many tokens too few were reused; 0 where that is little or unknown."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
-    exact = base.tokens if base is not None and case.whole else None
-    exact = case.ahead or exact
+    exact = case.ahead or (base.tokens if base is not None and case.whole else None)
     verdict.expected = round(verdict.share * usage.prompt) if exact is None else exact
     missing = verdict.expected - usage.cached
-    little = max(64, verdict.expected * (0.01 if exact is not None else 0.25))
+    little = max(64, verdict.expected * (0.25 if exact is None else 0.01))
     due = verdict.name in ("extended", "new branch") and verdict.share >= 0.5 and not verdict.side
     return missing if due and missing >= little else 0
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh what the ledger predicted against what the server says it reused. Changes the
-    verdict."""
-    verdict = case.verdict
+    """Weigh a verdict against what the server says it reused."""
+    verdict, base = case.verdict, case.base
     case.prompt.tokens = usage.prompt
-    verdict.base = case.base.number if case.base is not None else 0
+    verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case)
+        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
         verdict.name = "extended"  # the change did not reach the prompt, or it was read before
-    if verdict.name == "rewritten" and verdict.kind != "reasoning":
-        verdict.advice = case.moved
-        if not case.moved:
-            tell_cure(case, config)
+    if verdict.name == "rewritten" and case.moved:
+        verdict.advice = "by kvproxy itself; the client's messages only went on"
+    elif verdict.name == "rewritten" and verdict.kind != "reasoning":
+        tell_cure(case, config)
 
 
-def tell_pace(case: Case) -> None:
-    """Tell of a prompt without numbers how long it took for each 1,000 characters, beside the first
-    request of its conversation, which the server had to read as a whole."""
-    prompt, base = case.prompt, case.base
-    if not case.first_byte or not prompt.size:
-        return
-    pace = prompt.first_pace = 1_000_000 * case.first_byte / prompt.size
-    if base is not None and base.first_pace:
-        prompt.first_pace = base.first_pace
-        case.verdict.advice = f"{pace:.0f} ms to the first byte for each 1,000 characters, after"
-        case.verdict.advice += f" {base.first_pace:.0f} in this conversation's first request"
+def tell_pace(case: Case, pace: float) -> None:
+    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
+    first = case.base.first_pace if case.base is not None else 0
+    case.prompt.first_pace = first or pace
+    if first and pace:
+        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, base = case.verdict, case.base or case.prompt
+    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
     cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    had = base.reasoning if case.whole else set()
-    if dropped := [str(number) for number in sorted(had - case.prompt.reasoning)]:
+    dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
+    if dropped:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = "turn" + "s" * (len(dropped) > 1) + " " + " and ".join(dropped[:4])
+        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
+        verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    numbers: Json = {"minutes": round(case.idle / 60)}
     if case.away:
         cause = "away"
     elif case.between:
-        # llama-server gives a request the idle slot whose content makes up more than -sps (0.1
-        # unless set) of its prompt; what the slot held goes to the host cache only if less than
-        # half of it stays (server-context.cpp, get_available_slot).
-        shares = {one: one.common(base) / (one.size or 1) for one in case.between}
-        other = max(shares, key=shares.__getitem__)
-        share, size = shares[other], other.tokens or other.size // 4
-        wanted = math.ceil(100 * share + 1) / 100
-        same = other.conversation == base.conversation
-        who = "a request of the same chat in another form" if same else "another conversation"
-        numbers = {"who": f"a {other.side} request" if other.side else who, "share": share}
-        numbers |= {"size": size, "shared": round(share * size), "wanted": wanted}
         cause = "taken"
+    elif case.idle > 300:
+        cause = "idle"
     else:
-        some = "not all kept" if cached >= 0.05 * total else "checkpoint"
-        cause = "idle" if case.idle > 300 else some
-    verdict.name, verdict.kind, why = "lost", cause, advice(cause, config)
-    if numbers.get("share", 0) > 0.1:
-        several = "several slots" if numbers["wanted"] < expected / total else "no -sps"
-        helps = {"one slot": case.slots in (None, 1), several: case.slots != 1}
-        told = "; ".join(ADVICE[name] for name, fits in helps.items() if fits)
-        why = ADVICE["slot taken"] + told
-    still = f"{cached:,} of {expected:,} tokens were still there"
-    verdict.advice = f"{still}: {why.format(**numbers)}"
+        cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
+    why = advice(cause, config).format(minutes=round(case.idle / 60))
+    if cause == "taken":
+        why = who_took_it(case, base, expected / total)
+    verdict.name, verdict.kind = "lost", cause
+    verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
     loop = base.step == "tool step" or base.reasoning
-    if case.prompt.step == "user turn" and loop and cause != "away":
+    if prompt.step == "user turn" and loop and cause != "away":
         verdict.advice += OR_TEMPLATE
+
+
+def who_took_it(case: Case, base: Prompt, due: float) -> str:
+    """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
+
+    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
+    set) of its prompt (server-context.cpp, get_available_slot)."""
+    shares = {one: one.common(base) / (one.size or 1) for one in case.between}
+    other = max(shares, key=shares.__getitem__)
+    share, size = shares[other], other.tokens or other.size // 4
+    same = other.conversation == base.conversation
+    who = "a request of the same chat in another form" if same else "another conversation"
+    who = f"a {other.side} request" if other.side else who
+    if share <= 0.1:
+        return f"{who} {ADVICE['taken']}"
+    wanted = math.ceil(100 * share + 1) / 100
+    several = "several slots" if wanted < due else "no -sps"
+    helps = {None: ("one slot", several), 1: ("one slot",)}.get(case.slots, (several,))
+    told = "; ".join([ADVICE[name] for name in helps]).format(wanted=wanted)
+    shared = f"which shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, {shared} and so was given this slot: {told}"
 
 
 # What happened -> why or what helps | a setting that helps | how; what is set is not named.
@@ -3297,13 +3256,9 @@ _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away in between (restart or crash)"
     "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
-    "taken": "{who} came in between: more slots (-np) or a larger host cache (--cache-ram) would"
-    " keep both",
-    "slot taken": "{who} came in between, which shares {shared:,} of its {size:,} tokens"
-    " ({share:.2f}) and so was given this slot: ",
+    "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
     "one slot": "with one slot, -np 2 gives each its own, if memory allows",
-    "several slots": "with several, -sps {wanted:.2f} keeps them apart, at the price that new"
-    " conversations start cold",
+    "several slots": "with several, -sps {wanted:.2f} keeps them apart, but new chats start cold",
     "no -sps": "no -sps keeps two apart that have so much in common",
     "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
     " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
@@ -3312,20 +3267,16 @@ ADVICE = {
     "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns as they were (--chat-template-file)"
     " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": f"have the client keep it as it was, where it can; if {_KINDS}, it may read all"
-    " again",
+    "rewritten": "have the client keep it as it was, where it can",
     # of server logs
-    "full re-processing": f"{_KINDS}, and had no checkpoint in front of the change:"
-    " --ctx-checkpoints, --swa-full",
-    "no similar slot": "a new conversation, or another one took its slot: more slots (-np) or a"
-    " larger host cache (--cache-ram)",
-    "low similarity": "something near the start of the prompt changes, or another conversation"
-    " took the slot",
+    "full re-processing": f"{_KINDS}, without a checkpoint before the change (--ctx-checkpoints)",
+    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
+    "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
-    " each other: -sps above sim keeps those apart, at the price that new conversations start cold",
+    " each other: -sps above sim keeps those apart, but new chats start cold",
     # of `check`
-    "no slots": "the server does not tell whether its prompt cache is on (perhaps to an API_KEY):"
-    " a run of `python kvproxy.py bench` shows it",
+    "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
+    " `python kvproxy.py bench` shows it",
     "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
     "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
     " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
@@ -3333,8 +3284,6 @@ ADVICE = {
     " (16,000-60,000): raise -c or lower -np",
     "no fault": "nothing in its settings hurts the cache, as far as it tells",
 }  # fmt: skip
-
-
 # Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
 OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
@@ -3357,18 +3306,16 @@ SIDE_SHAPES = re.compile(
 )
 
 
-def side_of(view: View, headers: Mapping[str, str]) -> str:
+def side_of(view: View, agent: str) -> str:
     """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent); '' for others. Such requests have prompts of their own; that they share little is no
-    fault."""
+    sub-agent), which has a prompt of its own; '' for others. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
-    if headers.get(AGENT_ID):
+    if agent:
         return "sub-agent"
-    told = list(members(body.get("client_metadata")).values())[:16]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if any("thread_title" in value[:4096] for value in told if isinstance(value, str)) or titled:
-        return "title"  # Codex says so, or wants a property of this name
+    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
+        return "title"
     if body.get("tools"):
         return ""
     if not any(turn.role == "assistant" for turn in view.turns):
@@ -3391,8 +3338,7 @@ ANSWER_START = 80  # characters that a template puts behind the last turn, for t
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
-
-    `before` and `now`: what it makes of `base` and of the prompt that goes on from it."""
+    `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
     at = common_prefix(before, now)
     if not before or not now or len(before) - at <= ANSWER_START:
         return
@@ -3412,22 +3358,21 @@ def weights_of(
     server count a text's tokens; without it they are estimated from the characters."""
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = {
-        "system": [text for name, text in segments if name == "system"],
-        "tools": [text for _, text in tools],
-        "turns": [text for name, text in segments if name.startswith("turn ")],
-    }
-    parts = ["\n".join(told) for told in texts.values()] + [text for _, text in largest]
-    size = sum([len(text) for _, text in segments])
-    rate = (tokens or size / 4) / (size or 1)
-    numbers: list[int | None] = [round(len(text) * rate) for text in parts]
-    counts = list(itertools.takewhile(lambda n: n is not None, map(count, parts) if count else ()))
-    numbers = counts if len(counts) == len(parts) else numbers
-    return {
-        **dict(zip(texts, numbers, strict=False)),
-        "estimated": numbers is not counts,
-        "largest tools": dict(zip([name for name, _ in largest], numbers[3:], strict=True)),
-    }
+    names = "system", "tools", "turns"
+    parts = [
+        "\n".join([text for name, text in segments if name.startswith(kind.rstrip("s"))])
+        for kind in names
+    ] + [text for _, text in largest]
+    numbers = list[int | None]()
+    for part in parts:
+        numbers.append(count(part) if count is not None and None not in numbers else None)
+    estimated = None in numbers
+    if estimated:
+        size = sum(map(len, parts[:3])) or 1
+        numbers = [round(len(part) * (tokens or size / 4) / size) for part in parts]
+    row: Json = dict(zip(names, numbers, strict=False))
+    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
+    return row | {"estimated": estimated, "largest tools": of_tools}
 
 
 # ==================================================================================================
@@ -3439,7 +3384,7 @@ HEAD_LIMIT = 65536  # bytes of a head
 HEADER_LIMIT = 100  # header lines, as in llama-server
 CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
 INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes; with the library's sizes an idle stream takes 75 KB and more
+BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
@@ -3591,12 +3536,11 @@ class Stream(io.RawIOBase):
                 raise self.gone(str(error)) from None
 
     def sendall(self, data: Any) -> None:
-        sent = self.attempt(self.sock.send, data, WRITE)
-        while sent < len(data):
-            data = memoryview(data)[sent:]
+        while data:
             sent = self.attempt(self.sock.send, data, WRITE)
+            data = memoryview(data)[sent:] if sent < len(data) else b""
 
-    def makefile(self, mode: str, size: int = BUFFER) -> Any:
+    def makefile(self, mode: str, size: int = BUFFER // 2) -> Any:
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
@@ -3663,7 +3607,9 @@ def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
     them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
     ones, and takes more than twice as long."""
     headers = Fields()
-    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+    whole = HEAD_END.search(b"\n" + file.peek())  # as a rule it is there
+    lines = iter(file.read(whole.end() - 1).splitlines(True) if whole else ())
+    while (line := next(lines, b"") or read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         if len(headers) >= HEADER_LIMIT:
             raise TooLong("too many header lines")
@@ -3752,8 +3698,9 @@ class Request:
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """A header's value, the first one if there are several, or ''."""
-        return next(iter(self.headers.all(name.lower())), "")
+        """The value of a header (in lower case), the first one if there are several, or ''."""
+        values = self.headers.index.get(name)
+        return values[0] if values else ""
 
 
 # --- the model server's side ----------------------------------------------------------------------
@@ -3795,9 +3742,9 @@ class Response(http.client.HTTPResponse):
         else:
             self.chunked = bool(coding)
         self.will_close = False  # else getresponse() would close the socket
-        closes = re.search(r"(?i)\bclose\b", ",".join(headers.all("connection")))
         framed = self.chunked or self.length is not None
-        self.keeps = framed and not closes and line.startswith(b"HTTP/1.1")
+        closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
+        self.keeps = framed and not closes
 
     def release(self) -> bool:
         """Let go of the connection, at the end of the body; whether it can be used again."""
@@ -3857,10 +3804,6 @@ class Upstream(http.client.HTTPConnection):
             head, body = head + body, b""
         self.send(head)
         self.send(body)
-
-    def idle(self) -> bool:
-        """Whether nothing came on a connection that was kept, not even its end."""
-        return not self.answered() and not self.sock.ahead
 
     def answered(self) -> bool:
         """Read ahead: whether the final answer has begun, or the connection has ended."""
@@ -3922,7 +3865,7 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = default_request_version = "HTTP/1.1"
-    rbufsize = BUFFER // 2
+    rbufsize = BUFFER
     rfile: Any
     _headers_buffer: list[bytes | bytearray]
 
@@ -3943,6 +3886,7 @@ class Relay(BaseHTTPRequestHandler):
         self.until = 0.0  # on the monotonic clock: the client has to send by then
         self.linger = False  # the client is still sending
         self.abort = False
+        self.host = ""  # the last Host that was found to be known
         self._headers_buffer = []
 
     def handle_one_request(self) -> None:
@@ -3962,7 +3906,8 @@ class Relay(BaseHTTPRequestHandler):
         except Refused as refused:
             self.close_connection = self.linger = True
             status, fault = refused.args
-            self.proxy.log.info("refused | status=%d | %s", status, fault)
+            if self.exchange is None:  # else it has a line of its own
+                self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
                 self.respond(status, error_body(self.path, status, fault))
         except BrokenOff as cut:
@@ -4136,9 +4081,11 @@ class Relay(BaseHTTPRequestHandler):
         if (request.length or 0) > self.limit:
             raise Refused(413, TOO_LONG % self.limit)
         host = request.get("host")
-        if self.proxy.loopback_only and host and not self.proxy.known_host(host):
-            # The page had its own name resolve to this machine (DNS rebinding).
-            raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+        if self.proxy.loopback_only and host and host != self.host:
+            if not self.proxy.known_host(host):
+                # The page had its own name resolve to this machine (DNS rebinding).
+                raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
+            self.host = host
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
@@ -4244,7 +4191,7 @@ class Relay(BaseHTTPRequestHandler):
         self.kept = None
         if kept is not None:
             passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-            if passes or kept.url is not backend.url or not kept.idle():
+            if passes or kept.url is not backend.url:
                 kept.close()
             else:
                 with suppress(http.client.RemoteDisconnected):
@@ -4278,7 +4225,9 @@ class Relay(BaseHTTPRequestHandler):
         backend, stream = self.proxy.backend, upstream.sock
         stream.wait, stream.received = self.wait_for_server, 0
         try:
-            self.watch(READ, 0)  # the client may have left by now
+            # The client may have left by now; or the server, or it sent what nobody asked for.
+            if self.watch(READ, 0) and upstream.kept:
+                raise EOFError
             self.send_request(upstream, exchange)
             exchange.sent = time.monotonic()
             return cast(Response, upstream.getresponse())
@@ -4319,7 +4268,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
-        exchange.status, exchange.begun = response.status, time.monotonic()
+        exchange.status = response.status
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
@@ -4337,6 +4286,8 @@ class Relay(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for received, payload in response.pieces():
+                # llama-server sends the head before it reads the prompt.
+                exchange.begun = exchange.begun or time.monotonic()
                 if exchange.tap is not None:
                     exchange.tap.add(payload)
                 if self._headers_buffer:
@@ -4361,9 +4312,10 @@ class Exchange:
     ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
         self.address = address  # of the client, without the port
+        self.client = b""  # a hash of who sent it
         self.number = 0
         self.time, self.started = time.time(), time.monotonic()
-        self.sent = self.begun = self.ended = 0.0
+        self.sent = self.begun = self.ended = 0.0  # begun: the first byte behind the answer's head
         self.received: bytes | bytearray | None = None
         self.forwarded: bytes | bytearray | None = None
         self.view: View | None = None
@@ -4377,7 +4329,7 @@ class Exchange:
         self.status, self.fault = 0, ""
         self.error = self.answer = ""  # what the server said, in part
         self.model, self.stream = "", False
-        self.tap = Tap() if dialect is not None else None
+        self.tap: Tap | None = Tap()
 
     def size(self) -> int:
         """Bytes of the bodies."""
@@ -4392,11 +4344,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
-OWNERS = {"llamacpp": "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
 # status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another API key"}
-STATES[503] = "it is loading its model"
+STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
@@ -4404,60 +4356,44 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.key = ""  # for the questions that `check` asks; clients bring their own
+        self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.address = ""  # of localhost, that took a connection last
-        self.lost_at = self.next_look = self.next_question = 0.0  # on the monotonic clock
+        self.lost_at = self.next_question = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
         self.owner = ""  # owned_by in /v1/models, once it was asked for
-        self.looking = threading.Lock()
         self.tls = None  # one for all connections, since it takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
     def name(self) -> str:
-        url = self.url
-        return url.geturl() if url else " or ".join(CANDIDATES)
+        return self.url.geturl() if self.url else " or ".join(CANDIDATES)
 
     def locate(self) -> Url:
-        """The server's URL. Raises OSError when none is set and none answers. One look a second
-        serves all who wait."""
-        with self.looking:
-            url = self.url
-            if url is None and time.monotonic() >= self.next_look:
-                url = self.url = next(
-                    filter(self.answers, map(urllib.parse.urlsplit, CANDIDATES)), None
-                )
-                self.next_look = time.monotonic() + 1
-        if url is None:
-            raise ConnectionRefusedError("no server answers there")
-        return url
-
-    def answers(self, url: Url) -> bool:
-        """Whether there is a model server."""
-        if url.port == self.config.listen_port:  # that is this proxy
-            return False
-        return bool(members(fetch(url, "/v1/models", 1.0)[1]).keys() & {"data", "models", "error"})
+        """The server's URL. Raises OSError when none is set and none answers."""
+        if url := self.url:
+            return url
+        for url in map(urllib.parse.urlsplit, CANDIDATES):
+            if url.port != self.config.listen_port:  # that is this proxy
+                answer = members(fetch(url, "/v1/models", 1.0)[1])
+                if answer.keys() & {"data", "models", "error"}:
+                    self.url = url
+                    return url
+        raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError. Windows resolves localhost to ::1 first, and waits 2 s
-        for a server that listens on 127.0.0.1 only. With TLS the certificate has the name."""
-        url = self.locate()
-        names = dict.fromkeys([url.hostname or ""])
-        if url.hostname == "localhost" and url.scheme == "http":
-            names = dict.fromkeys([self.address or "127.0.0.1", "127.0.0.1", "::1"])
-        faults = []
-        for name in names:
+        """A new connection. Raises OSError. Windows would try localhost at ::1 first, for 2 s."""
+        url, fault = self.locate(), OSError()
+        local = url.hostname == "localhost" and self.tls is None
+        for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
             upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
             try:
                 upstream.connect()
-                self.address = name
                 return upstream
             except OSError as error:
-                faults.append(error)
+                fault = error
                 upstream.close()
-        raise faults[0]
+        raise fault
 
     def lost(self) -> None:
         """Note that the server was away."""
@@ -4466,24 +4402,28 @@ class Backend:
         if not self.config.backend_url:
             self.url = None
 
-    def up(self) -> float | None:
-        return None if self.away is None else float(not self.away)
-
-    def look(self) -> Json:
-        """What the server told of itself. While that is nothing, it is asked each 10 seconds."""
-        if "product" not in self.known or "state" in self.known:
-            now = time.monotonic()
-            if now >= self.next_question:
-                self.next_question = now + 10
-                self.describe(1.0)
-        return self.known
+    def look(self) -> None:
+        """See whether it is there, each 10 seconds at most: by a connection, or by asking what it
+        is, while that is not known."""
+        now = time.monotonic()
+        if now < self.next_question:
+            return
+        try:
+            if "product" in self.known and "state" not in self.known:
+                self.connect().close()
+            elif not self.describe(1.0):
+                raise ConnectionRefusedError
+        except OSError:
+            self.lost()
+        self.next_question = now + 10
 
     def ask(
-        self, path: str, timeout: float = 3.0, body: bytes | None = None, key: str = ""
+        self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
     ) -> tuple[int, Any]:
-        """What fetch() returns of a question to the server."""
+        """What fetch() returns of a question to the server, with the keys of a client's request."""
         try:
-            return fetch(self.locate(), path, timeout, bearer(key or self.key), body)
+            keys = self.keys if request is None else keys_of(request)
+            return fetch(self.locate(), path, timeout, keys, body)
         except OSError as error:
             return 0, str(error)
 
@@ -4499,22 +4439,24 @@ class Backend:
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         self.owner = owner = str(model.get("owned_by") or "")
-        other = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
-        path, context = str(props.get("model_path") or ""), None
-        if other == "LM Studio":
-            loaded = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
-            model = next((one for one in loaded if members(one).get("state") == "loaded"), model)
-            context = model.get("loaded_context_length")
+        product = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        context = members(props.get("default_generation_settings")).get("n_ctx")
+        if product == "LM Studio":
+            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
+            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
+            context = context or model.get("loaded_context_length")
+        state = STATES.get(status, f"it answers {status} to /v1/models")
         found = {
-            "product": "llama-server" if props else other,
+            "product": "llama-server" if props else product,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx") or context,
-            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+            "context": context,
+            "model": re.split(r"[\\/]", str(props.get("model_path") or ""))[-1] or model.get("id"),
+            "state": None if status in (0, 200) else state,
         }
-        if status not in (0, 200):
-            found["state"] = STATES.get(status, f"it answers {status} to /v1/models")
         self.known = {key: value for key, value in found.items() if value not in (None, "")}
+        self.away = bool(self.away)  # if it was not known; else found() tells of a change
         return self.known
 
 
@@ -4529,14 +4471,16 @@ def described(found: Json) -> str:
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
+# What stands beside /v1 on llama-server and LM Studio, or in it already.
+BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(?:[/?]|$)")
+
+
 def under(url: Url, target: str) -> str:
     """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
     prefix = url.path.rstrip("/")
-    if target == "*":
-        return target
-    if prefix.endswith("/v1") and re.match(r"/v1(?:[/?]|$)", target):
+    if prefix.endswith("/v1") and BESIDE_V1.match(target):
         prefix = prefix[:-3]
-    return prefix + target
+    return target if target == "*" else prefix + target
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -4555,16 +4499,14 @@ def fetch(
     timeout: float,
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
-    opened: Callable[[socket.socket], None] | None = None,
+    opened: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) when it fails.
-    `opened` is called with the socket."""
+    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
+    sent = {"Content-Type": "application/json", **(headers or {})}
     try:
         with contextlib.closing(http_connection(url, timeout)) as connection:
             connection.connect()
-            if opened is not None:
-                opened(connection.sock)
-            sent = {"Content-Type": "application/json", **(headers or {})}
+            opened(connection.sock)
             connection.request("GET" if body is None else "POST", under(url, path), body, sent)
             response = connection.getresponse()
             text = response.read(8 << 20).decode("utf-8", "replace")
@@ -4605,17 +4547,14 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """The library's asks DNS for this machine's name, which may take a minute."""
-        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+        except OSError:  # no descriptor is left, as a rule
+            self.make_room()
+            time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
     def hold(self, size: int) -> bool:
@@ -4665,15 +4604,15 @@ class Server(ThreadingHTTPServer):
         self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
 
 
-CONTEXT_FULL = re.compile(
-    rb"exceed\w*[ _](?:the[ _])?(?:available[ _])?context|context[ _](?:size|length)"
-)
+CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
     " lifted={lifted} dropped={dropped}"
 )
+ERROR_SHOWN = 200  # characters
+ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
 
 
 class Proxy:
@@ -4697,7 +4636,7 @@ class Proxy:
         self.ledger = Ledger(self.config.ledger_mb << 20)
         self.metrics = Metrics(self.config)
         self.pages = Pages(self)
-        self.capture = Capture(self.config, self.log)
+        self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
         self.stopping = False
@@ -4709,21 +4648,19 @@ class Proxy:
         self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(self.config.listen_host)
 
-    # --- life -------------------------------------------------------------------------------------
-
     def start(self) -> Proxy:
-        """Listen and serve in the background; nothing if it does already. Raises OSError when the
-        address is taken, ConfigError when a file cannot be written."""
+        """Listen and serve in the background; nothing if it does already."""
+        path, size = self.config.capture_file, self.config.capture_mb << 20
         with self.life:
             if self.server is not None:
                 return self
-            with stops_the_start("CAPTURE_FILE", self.config.capture_file):
-                self.capture.open()
+            if path:
+                self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
-                self.warmup.open()
+                self.warmup.load()
             self.server = Server(self)
             self.stopping = False
-            self.warmup.start()  # first: a request that is served may write the file that it reads
+            self.warmup.start()
             serve = self.server.serve_forever
             self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
             self.thread.start()
@@ -4744,10 +4681,11 @@ class Proxy:
             for everything, seconds in ((False, grace), (True, 2.0)):
                 until = time.monotonic() + seconds
                 while server.hang_up(everything) and time.monotonic() < until:
-                    time.sleep(0.01)
+                    time.sleep(0.001)
             self.thread.join(5)
             with suppress(OSError):
-                self.capture.close()
+                if self.capture is not None:
+                    self.capture.close()
 
     def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self.start()
@@ -4760,13 +4698,10 @@ class Proxy:
         """http://host:port, with the port that was really taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        host, port = str(self.server.server_address[0]), self.server.server_address[1]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
     def known_host(self, host: str) -> bool:
-        """Whether a Host header can be this machine's: an IP address, a name that public DNS cannot
-        hold, or a set one."""
+        """Whether a Host can be this machine; public DNS cannot hold some names."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
@@ -4781,15 +4716,12 @@ class Proxy:
         except Exception:
             self.log.exception(what)
 
-    # --- before a request is forwarded ------------------------------------------------------------
-
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
         note = "internal error"
         with self.faults_logged("a body could not be edited and was forwarded as it came"):
             try:
-                self.edit(exchange)
-                return
+                return self.edit(exchange)
             except Unreadable as error:
                 note = str(error)
             except RecursionError:  # what was parsed may be too deep for what comes after it
@@ -4804,16 +4736,14 @@ class Proxy:
         exchange.stream = bool(view.body.get("stream"))
         exchange.model = visible(str(view.body.get("model") or "")[:80])
         # Nobody's text may reach anybody else's prompt.
-        client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        learn = not exchange.counting
-        exchange.trace = self.editor.apply(view, report, Asker(client, len(raw), learn))
+        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        asker = Asker(exchange.client, len(raw), not exchange.counting)
+        exchange.trace = self.editor.apply(view, report, asker)
         if exchange.trace.record is not None:
             exchange.trace.record.tap = exchange.tap
         exchange.view = view
         if report.edits():
             exchange.forwarded = view.dump()
-
-    # --- while the model works --------------------------------------------------------------------
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
@@ -4821,13 +4751,14 @@ class Proxy:
         exchange.explained = True
         if view is None or received is None or exchange.counting or explained:
             return
-        talk, original = exchange.trace.conversation, None
-        told = talk, {AGENT_ID: exchange.request.get(AGENT_ID)}, time.monotonic()
+        talk = exchange.trace.conversation
         unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
         with self.faults_logged("a request could not be explained"), unreadable:
+            original = None
             if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect), side=False)
-            prompt = Prompt(view, *told, original)
+                original = Prompt(self.reader.view(received, view.dialect))
+            side = side_of(view, exchange.request.get(AGENT_ID))
+            prompt = Prompt(view, talk, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -4853,14 +4784,12 @@ class Proxy:
         with self.guard:
             if begins:
                 self.active[exchange] = None
-                if len(self.active) == 1:
-                    self.still.clear()
+                self.still.clear()
                 return
             self.active.pop(exchange, None)
             self.last_end = time.monotonic()
             if not self.active:
                 self.still.set()
-                self.warmup.quiet()
 
     def found(self) -> None:
         """Note that the server answers."""
@@ -4869,8 +4798,7 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        """Read an answer's numbers and record the request; if less was reused than should have
-        been, later, when the server is idle and can be asked why."""
+        """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = time.monotonic()
         with self.faults_logged("a finished request could not be recorded"):
             self.settle(exchange)
@@ -4882,97 +4810,93 @@ class Proxy:
                 self.record(exchange)
 
     def settle(self, exchange: Exchange) -> None:
-        """Read the end of an answer, and let go of what is needed no longer."""
-        answered = exchange.status == 200
+        """Read the beginning and the end of an answer, and let go of what is needed no longer."""
+        answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
+        first, last = tap.windows() if tap is not None else (b"", b"")
+        events = answer_events(first, last) if answered and exchange.dialect is not None else []
+        if failed := next((one for one in itertools.chain(*events) if one.get("error")), None):
+            answered, first = False, dump(failed)  # in the middle of a stream
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        first, last = exchange.tap.windows() if exchange.tap is not None else (b"", b"")
-        events = answer_events(first, last) if answered else []
-        if record := exchange.trace.record:
-            record.answer = heard_answer(first, last, events) if answered else None
-            record.tap = None
-            if record.answer:
-                self.replay.answered(exchange.trace, record.answer)
-        if exchange.status >= 400:
+        if trace.record is not None:
+            trace.record.answer = heard_answer(events) if answered else None
+            trace.record.tap = None
+            if trace.record.answer:
+                self.replay.answered(trace, trace.record.answer)
+        if exchange.status >= 400 or failed:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
-            if record:
-                self.replay.lines.drop(record.line)
+            if trace.record:
+                self.replay.lines.drop(trace.record.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
-        if re.match("/v1/v1/", exchange.request.path):
-            exchange.error = "/v1 stands there twice: leave it out of the agent's base URL"
+        if exchange.request.path.startswith("/v1/v1/"):
+            hint = "kvproxy: /v1 stands there twice: leave it out of the agent's base URL"
+            exchange.error = f"{exchange.error} ({hint})".strip()
         if answered:
-            exchange.usage = usage_of(first, last, events)
+            exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
             exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
         else:
             exchange.verdict = exchange.case = None
-        if exchange.verdict is not None:
-            self.warmup.remember(exchange)
-            self.warmup.plan(exchange)
+        if exchange.verdict is not None and exchange.view is not None:
+            if not exchange.verdict.side:
+                self.warmup.remember(exchange, exchange.view)
+            self.warmup.plan(exchange, exchange.view, exchange.verdict.side)
         exchange.tap = exchange.view = None
-        exchange.trace = Trace(exchange.trace.conversation)
+        exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a request's verdict; write page, metrics, log and capture. `ask`: the server is
-        asked for its slots, and how it renders the prompts, once it is idle."""
+        """Settle a verdict; write page, metrics, log and capture. `ask`: the idle server."""
         case, exchange.case = exchange.case, None
-        server: Json = {}
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
-                if ask and self.still.wait(IDLE_WAIT):
-                    server = self.backend.describe()
-                    case.slots = server.get("slots")
+                server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
+                case.slots = server.get("slots")
                 if exchange.stream and exchange.begun:
                     case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
                 self.warmup.notice(exchange, case)
-            self.capture.write(exchange)
+            if self.capture is not None and exchange.received is not None:
+                row = json.dumps(capture_row(exchange), separators=(",", ":"))
+                self.capture.handle(logging.makeLogRecord({"msg": row}))
             warning = self.metrics.count(exchange)
             if case is not None:
                 case.prompt.number = exchange.number
-            with suppress(IndexError):
-                while True:
-                    self.log.info("learned: %s", learned(self.editor.lifter.learner.news.popleft()))
-            if self.log.isEnabledFor(logging.INFO):
+            news = self.editor.lifter.learner.news
+            while news:
+                with suppress(IndexError):  # another thread told it
+                    self.log.info(
+                        "learned: %s; to fix it: %s", *learned(news.popleft(), self.config)
+                    )
+            level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
+            if self.log.isEnabledFor(level):
                 with self.telling:
                     for line in log_lines(exchange):
-                        self.log.info("%s", line, extra={"request": f"#{exchange.number} "})
+                        self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
             if warning:
                 self.log.warning("%s", warning)
         if ask:
             self.asking.release()
 
-    def token_counter(self, exchange: Exchange) -> Callable[[str], int | None] | None:
-        """Has the server count the tokens of a text, while it is idle."""
-
-        def count(text: str) -> int | None:
-            asked = dump({"content": text}), key_of(exchange.request)
-            tokens = members(self.backend.ask("/tokenize", 3.0, *asked)[1]).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
-        return count if self.still.is_set() else None
-
     def ask_template(self, exchange: Exchange, case: Case) -> None:
-        """Have the server render a prompt and the one that it goes on from; if it renders old turns
-        in another way than before, that is why it had to read them again."""
-        verdict, base, prompts = case.verdict, case.base, list[str]()
-        with self.metrics.guard:
-            number = base.number if base is not None and case.whole else 0
-            before = next((one for one in self.metrics.recent if one.number == number), None)
+        """Whether the server renders old turns otherwise now, and so had to read them again."""
+        verdict, base = case.verdict, case.base
         if exchange.dialect is not DIALECTS["chat/completions"]:
             only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
             return
-        if base is None or before is None:
+        with self.metrics.guard:
+            before = [one for one in self.metrics.recent if base and one.number == base.number]
+        if base is None or not before or not case.whole:
             return
-        key = key_of(exchange.request)
-        for one in (before, exchange):
-            answer = self.backend.ask("/apply-template", 3.0, bytes(one.forwarded or b""), key)[1]
+        prompts = list[str]()
+        for one in (*before, exchange):
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
         if all(prompts):
@@ -4985,9 +4909,16 @@ class Proxy:
             )
 
 
-def key_of(request: Request) -> str:
-    """The API key that a client sent to the server."""
-    return request.get("authorization").removeprefix("Bearer ")
+def url_of(host: str, port: int) -> str:
+    """How this machine reaches what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def keys_of(request: Request) -> dict[str, str]:
+    """The headers that let a client in."""
+    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
+    return {name: key for name, key in keys.items() if key}
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -5004,8 +4935,7 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(path: str) -> str:
-    """A request's path for the log: without parameters and query, which may hold a key, and without
-    control characters."""
+    """A path without parameters and query, which may hold a key, and control characters."""
     return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
 
 
@@ -5016,10 +4946,6 @@ def visible(text: str) -> str:
     )
 
 
-ERROR_SHOWN = 200  # characters
-ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
-
-
 def error_text(answer: bytes, request: Request) -> str:
     """The beginning of a server's error, without the request's keys, which some servers quote."""
     text = answer.decode("utf-8", "replace")
@@ -5027,22 +4953,17 @@ def error_text(answer: bytes, request: Request) -> str:
         error = members(json.loads(text)).get("error")
         text = str(members(error).get("message") or error or text)
     keys = " ".join(map(request.get, CLIENT_HEADERS[:3])).split()
-    keys += re.findall("=([^&;=]+)", request.path)
-    for key in keys:
+    for key in keys + re.findall("=([^&;=]+)", request.path):
         text = text.replace(key, "***") if len(key) > 6 else text
     return visible(" ".join(text[: 8 * ERROR_SHOWN].split()))[:ERROR_SHOWN]
 
 
-def learned(shape: Shape) -> str:
+def learned(shape: Shape, config: Config) -> tuple[str, str]:
     """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
-    name = f'system line "{name}"' if shape.form else f"system {name}"
-    return f"{name} varies, lifted; to fix it: {learned_setting(shape)}"
-
-
-def learned_setting(shape: Shape) -> str:
-    pattern = re.sub(r"\\([ #&~-])", r"\1", visible(shape.pattern()))
-    return f'LIFT_REGEX="{pattern}"' if "'" in pattern else f"LIFT_REGEX='{pattern}'"
+    name = f'line "{name}"' if shape.form else name
+    line = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
+    return f"system {name} varies, lifted", line
 
 
 # The original's line, which scripts read; other counts follow where they are not 0.
@@ -5053,7 +4974,8 @@ def log_lines(exchange: Exchange) -> list[str]:
     """The log of one request: a line, and another one when a prompt was not reused for a reason."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
-    if exchange.dialect is not None and request.method == "POST":
+    prompt = exchange.dialect is not None and request.method == "POST"
+    if prompt:
         counts = dict(vars(exchange.report))
         note = counts.pop("note")
         parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
@@ -5070,11 +4992,12 @@ def log_lines(exchange: Exchange) -> list[str]:
         parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
         parts.append(verdict.title() if verdict is not None else "")
         parts.append(f"forwarded as it came: {note}" if note else "")
-    if exchange.status != 200 or len(parts) == 1:
+    if exchange.status != 200 or not prompt:
         parts.append(f"status={exchange.status or '-'}")
-    reason = verdict.line() if verdict is not None and not verdict.side else ""
     lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
-    return [*lines, "    " + reason] if reason else lines
+    if verdict is not None and not verdict.side and verdict.line():
+        lines.append("    " + verdict.line())
+    return lines
 
 
 class Judged(NamedTuple):
@@ -5084,15 +5007,34 @@ class Judged(NamedTuple):
     prompt: int
     verdict: Verdict
     conversation: str
-
-    def missed(self, least: float) -> bool:
-        """Whether less than this share was reused of what should have been."""
-        return self.verdict.name in MISSES and self.cached < least * self.prompt
+    missed: bool  # too little was reused of what should have been
 
 
 def reused_share(prompts: Collection[Judged]) -> float | None:
     total = sum(one.prompt for one in prompts)
     return sum(one.cached for one in prompts) / total if total else None
+
+
+METRICS = (
+    # (name, the label of its values, help)
+    ("requests_total", "status", "Requests forwarded, by the status of their answers."),
+    ("verdicts_total", "verdict", "Prompts by what became of them."),
+    ("edits_total", "kind", "Edits made to requests, by kind."),
+    ("untouched_total", "reason", "Bodies forwarded as they came, by reason."),
+    ("prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
+    ("idle_tokens_total", "", "Tokens read in idle time."),
+    ("saved_seconds_total", "", "Estimate of what reuse saved."),
+    ("hit_ratio", "", "Reused share of the last 20 prompts."),
+    ("running_requests", "", "Requests being served."),
+    ("backend_up", "", "Whether the server took the last request."),
+    ("build_info", "version", "The version of kvproxy."),
+    ("first_byte_seconds_total", "", "Seconds from a prompt to its answer's first byte, summed."),
+    ("first_bytes_total", "", "Answers that began."),
+    ("learned_shapes", "", "What was seen to vary in system prompts."),
+    ("replay_bytes", "", "Memory held for replay."),
+    ("ledger_bytes", "", "Memory for verdicts."),
+    ("start_time_seconds", "", "Start, in seconds since 1970."),
+)
 
 
 class Metrics:
@@ -5105,17 +5047,15 @@ class Metrics:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
-        # (label in METRIC_HELP, its value) -> number
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.counts["version", __version__] = 1
-        self.first_bytes = [0.0, 0]  # seconds until them, and their number
-        self.number = self.judged = 0  # of all requests; of those with a verdict
-        self.saved = 0.0  # seconds
-        self.idle_tokens = 0  # read in requests of kvproxy's own, while nobody waited
-        self.kept = 0  # bytes of the bodies that are kept
-        self.long_reads = [0.0, 0]  # ms and tokens of all reads of at least LONG_READ tokens
+        # (name in METRICS, a value of its label) -> number
+        self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
+        self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
+        for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
+            self.counts[f"{name}_total", ""] = 0
+        self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
+        self.kept = 0  # bytes of their bodies, and of some that are gone
+        self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
         self.warned = False
-        self.since = time.time()
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
@@ -5124,51 +5064,49 @@ class Metrics:
         with self.guard:
             self.number += 1
             exchange.number = self.number
-            counts["status", str(exchange.status)] += 1
+            counts["requests_total", str(exchange.status)] += 1
             for name, number in vars(report).items() if report.edits() else ():
                 if number and name not in ("items", "items_modified", "note"):
-                    counts["kind", name] += number
+                    counts["edits_total", name] += number
             if report.note:
-                counts["reason", report.note.split(" (")[0]] += 1
+                counts["untouched_total", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None or exchange.error:
                 self.keep(exchange)
             if exchange.dialect is not None and exchange.begun:
-                waited = exchange.begun - exchange.started
-                self.first_bytes = [self.first_bytes[0] + waited, self.first_bytes[1] + 1]
+                counts["first_bytes_total", ""] += 1
+                counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
             if verdict is None:
                 return ""
             self.judged += 1
-            counts["verdict", verdict.name] += 1
+            counts["verdicts_total", verdict.name] += 1
             if prompt is None or cached is None:
                 return ""
-            counts["state", "reused"] += cached
-            counts["state", "read"] += prompt - cached
+            self.reported += 1
+            counts["prompt_tokens_total", "reused"] += cached
+            counts["prompt_tokens_total", "read"] += prompt - cached
             self.save(exchange, prompt, cached)
             if verdict.side:
                 return ""
-            name = exchange.trace.conversation
-            self.window.append(Judged(cached, prompt, verdict, name))
+            missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+            talk = exchange.trace.conversation
+            self.window.append(Judged(cached, prompt, verdict, talk, missed))
             return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add the time of tokens that would have been read without kvproxy, at the rate of all
-        long reads."""
+        """Add the time that was saved, at the rate of all long reads."""
         read, ms = prompt - cached, exchange.usage.prompt_ms
         if ms is None and exchange.stream and exchange.begun:
             ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
         if ms is not None and read >= self.LONG_READ:
-            self.long_reads = [self.long_reads[0] + ms, self.long_reads[1] + read]
+            self.long_ms, self.long_tokens = self.long_ms + ms, self.long_tokens + read
         more = cached - round(exchange.straight * prompt)
-        if self.long_reads[1] and more >= 64:
-            self.saved += more * self.long_reads[0] / self.long_reads[1] / 1000
-
-    def hit_rate(self) -> float | None:
-        """Share of prompt tokens reused over the last 20 requests that told."""
-        return reused_share(self.window)
+        if self.long_tokens and more >= 64:
+            seconds = more * self.long_ms / self.long_tokens / 1000
+            self.counts["saved_seconds_total", ""] += seconds
 
     def warning(self) -> str:
         """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
-        rate = self.hit_rate()
+        rate = reused_share(self.window)
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
         elif not self.warned and len(self.window) == 20:
@@ -5176,25 +5114,26 @@ class Metrics:
             return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
         return ""
 
-    def cause(self, *spared: str) -> str:
-        """The most frequent verdict of the window but `extended` and the `spared` ones."""
+    def cause(self) -> str:
+        """The most frequent fault of the window."""
         names = [one.verdict.name for one in self.window]
-        faults = [name for name in names if name not in ("extended", *spared)]
+        faults = [name for name in names if name not in ("extended", "cold")]
         name, count = collections.Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
-        if len(self.recent) == self.recent.maxlen:
-            self.kept -= self.recent[0].size() if self.recent else exchange.size()
         self.recent.append(exchange)
         self.kept += exchange.size()
-        for one in self.recent if self.kept > self.KEEP_BYTES else ():
-            self.kept -= one.size()
-            one.received = one.forwarded = None
-            if self.kept <= self.KEEP_BYTES:
-                break
+        if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
+            self.kept = 0
+            for one in reversed(self.recent):
+                if self.kept + one.size() > self.KEEP_BYTES:
+                    one.received = one.forwarded = None
+                self.kept += one.size()
 
+
+# --- files ----------------------------------------------------------------------------------------
 
 # Names (of headers, in addresses, in bodies beside the prompt) whose values are not written down.
 SECRET_NAME = re.compile(
@@ -5202,24 +5141,23 @@ SECRET_NAME = re.compile(
     r"|passphrase|credential|signature|session"
     r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-QUERY_PART = re.compile(r"(?<![^&])(?P<name>[^=&;]*)=(?P<value>[^&]*)")  # it may hold any of ";/?="
-# The look-behind lets a match begin at the start of a name only: else long names take square time.
-ADDRESS_PART = re.compile(r"(?<![^=&?;/\s])(?P<name>[^=&?;/\s]*)=(?P<value>[^&?;/\s]*)")
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
 
-def hidden(pair: re.Match[str]) -> str:
-    """A name and its value, or *** for a secret's value."""
-    secret = SECRET_NAME.search(urllib.parse.unquote(pair["name"]))
-    return f"{pair['name']}=***" if secret else pair[0]
-
-
 def without_secrets(address: str) -> str:
-    """A target or a header's value, without secrets in queries and path parameters."""
+    """An address; its path and the parts of its query end where a secret's value begins."""
     path, mark, query = address.partition("?")
-    query = QUERY_PART.sub(hidden, query)
-    return ADDRESS_PART.sub(hidden, path) + mark + ADDRESS_PART.sub(hidden, query)
+    return cut_secret(path) + mark + "&".join(map(cut_secret, query.split("&")))
+
+
+def cut_secret(text: str) -> str:
+    names = text.split("=")[:-1]
+    for number, name in enumerate(names, 1):
+        name = re.split(r"[;/?&\s]", name)[-1]
+        if SECRET_NAME.search(urllib.parse.unquote(name)):
+            return "=".join(names[:number]) + "=***"
+    return text
 
 
 def without_secret_members(body: Json) -> Json:
@@ -5235,6 +5173,19 @@ def without_secret_members(body: Json) -> Json:
             elif name not in PROMPT_MEMBERS:
                 waiting.append(member)
     return body
+
+
+def capture_row(exchange: Exchange) -> Json:
+    """A finished request for CAPTURE_FILE, without secrets; of a body that is no JSON the size."""
+    request, received = exchange.request, exchange.received or b""
+    headers = dict[str, str]()
+    for name, value in request.headers.raw_items():
+        headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
+    row = {**row_of(exchange), "path": without_secrets(request.path), "headers": headers}
+    row |= {"verdict": exchange.verdict and exchange.verdict.name, "bytes": len(received)}
+    with suppress(ValueError, RecursionError):
+        row["body"] = without_secret_members(parse(received))
+    return row
 
 
 def open_private(path: str, mode: str) -> Any:
@@ -5260,11 +5211,17 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
         raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
 
 
-class PrivateFile(logging.FileHandler):
-    """A file that only its owner may read. A full disk costs one line, not one for each record."""
+class PrivateFile(logging.handlers.WatchedFileHandler):
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename; at its limit it becomes FILE.1. A
+    full disk costs one line, not one for each record. Raises ConfigError."""
 
-    told = False
-    tell: Callable[[str], None]
+    def __init__(
+        self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
+    ) -> None:
+        self.setting, self.tell, self.limit = setting, tell, limit  # in bytes
+        self.told = False
+        with stops_the_start(setting, path):
+            super().__init__(os.path.expanduser(path))
 
     def _open(self) -> Any:
         file = open_private(self.baseFilename, "a")
@@ -5277,6 +5234,12 @@ class PrivateFile(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if self.stream and self.limit < math.inf:
+                size = os.fstat(self.stream.fileno()).st_size
+                if size and size + len(self.format(record)) >= self.limit:
+                    self.stream.close()
+                    self.stream = cast(Any, None)
+                    os.replace(self.baseFilename, self.baseFilename + ".1")
             super().emit(record)
         except OSError:  # it could not be opened anew
             self.handleError(record)
@@ -5287,56 +5250,8 @@ class PrivateFile(logging.FileHandler):
             super().handleError(record)
         elif not self.told:
             self.told = True
-            self.tell(f"{self.baseFilename} cannot be written: {fault}")
-
-
-class LogFile(PrivateFile, logging.handlers.WatchedFileHandler):
-    """LOG_FILE, opened anew after a rename (logrotate). Raises ConfigError."""
-
-    def __init__(self, path: str) -> None:
-        with stops_the_start("LOG_FILE", path):
-            super().__init__(os.path.expanduser(path))
-
-    def tell(self, text: str) -> None:
-        with suppress(OSError):
-            print("kvproxy: LOG_FILE:", text, file=sys.stderr)
-
-
-class Capture(PrivateFile, logging.handlers.RotatingFileHandler):
-    """CAPTURE_FILE: a line of JSON for each request; the one before in CAPTURE_FILE.1."""
-
-    def __init__(self, config: Config, log: logging.Logger) -> None:
-        self.wanted = bool(config.capture_file)
-        self.tell = functools.partial(log.warning, "CAPTURE_FILE: %s")
-        path, size = os.path.expanduser(config.capture_file), config.capture_mb << 20
-        super().__init__(path, maxBytes=size, backupCount=1, delay=True)
-
-    def open(self) -> None:
-        """Open the file, if one is wanted. Raises OSError."""
-        if self.wanted:
-            self.stream = self._open()
-
-    def write(self, exchange: Exchange) -> None:
-        """Append a finished request, without secrets; of a body that is no JSON the size."""
-        request, received, headers = exchange.request, exchange.received, dict[str, str]()
-        if received is None or not self.wanted:
-            return
-        for name, value in request.headers.raw_items():
-            headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-        row = {
-            "method": request.method,
-            "path": without_secrets(request.path),
-            "time": exchange.time,
-            "headers": headers,
-            "status": exchange.status,
-            "report": vars(exchange.report),
-            "usage": vars(exchange.usage),
-            "verdict": exchange.verdict.name if exchange.verdict else None,
-            "bytes": len(received),
-        }
-        with suppress(ValueError, RecursionError):
-            row["body"] = without_secret_members(parse(received))
-        self.handle(logging.makeLogRecord({"msg": json.dumps(row, separators=(",", ":"))}))
+            with suppress(OSError):
+                self.tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
 
 
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
@@ -5344,9 +5259,8 @@ FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "par
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
 TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
-LLAMA = "llamacpp"  # what llama-server gives as owned_by
-HELPFUL = {"template": "the chat template renders old turns otherwise than before",
-           "taken": "a side request takes the slot"}  # fmt: skip
+# How an answer ends that is whole, and calls no tool.
+WHOLE = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
 
 
 def front_members(body: Json) -> Json:
@@ -5357,89 +5271,99 @@ def front_members(body: Json) -> Json:
     return front
 
 
-def front_as_read(view: View) -> Json:
-    """The same in one form for all that the server reads alike."""
+def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
+    """Front and turns of a prompt, the same for all that the server reads alike."""
     front = front_members(view.body)
     front.pop("instructions", None)
-    tools = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
-    return {**front, "system": [turn.text() for turn in view.head], "tools": tools}
+    front["system"] = [turn.text() for turn in view.head]
+    front["tools"] = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
+    return front, [(turn.role, told_of(turn).rstrip()) for turn in view.turns]
 
 
 def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none for one that is cut, has tool calls
-    or several choices, or says nothing. `reasons`: the client sends reasoning back. `parts`: texts
-    of a chat are lists of parts."""
+    """The turns with which a client will repeat an answer; none for one that cannot be told.
+    Clients may send `reasons` back, and texts as lists of `parts`."""
     events = [event for window in answer_events(answer, b"") for event in window]
-    items: list[Json]
+    end = None
+    output: list[Json] = []  # blocks or items of the answer
     if dialect.name == "chat":
         choices = [members(one) for event in events for one in listed(event.get("choices"))]
         deltas = [members(one.get("delta") or one.get("message")) for one in choices]
-        ends = {str(one.get("finish_reason") or "") for one in choices} - {""}
-        more = [one.get("tool_calls") or listed(one.get("content")) for one in deltas]
-        whole = ends == {"stop"} and not any(more) and not any(one.get("index") for one in choices)
+        if any(one.get("tool_calls") or listed(one.get("content")) for one in deltas):
+            return []
+        if any(one.get("index") for one in choices):
+            return []
+        ends = [one["finish_reason"] for one in choices if one.get("finish_reason")]
+        end = ends[-1] if ends else None
         said, thought = (
             "".join(str(one.get(key) or "") for one in deltas)
             for key in ("content", "reasoning_content")
         )
         content = [{"type": "text", "text": said}] if parts else said
-        items = [{"role": "assistant", "content": content}]
+        items: list[Json] = [{"role": "assistant", "content": content}]
         if reasons and thought:
             items[0]["reasoning_content"] = thought
     elif dialect.name == "messages":
-        blocks, ends = dict[str, Json](), set()
+        blocks = dict[str, Json]()
         for event in events:
-            at, delta = str(event.get("index")), members(event.get("delta"))
+            index, delta = str(event.get("index")), members(event.get("delta"))
+            end = event.get("stop_reason") or delta.get("stop_reason") or end
+            whole = enumerate(listed(event.get("content")))  # an answer that was not streamed
+            blocks |= {str(number): members(block) for number, block in whole}
             if "content_block" in event:
-                blocks[at] = members(event["content_block"])
-            blocks |= {str(n): members(one) for n, one in enumerate(listed(event.get("content")))}
-            ends.add(str(event.get("stop_reason") or delta.get("stop_reason") or ""))
+                blocks[index] = members(event["content_block"])
             for key in ("text", "thinking", "signature"):
-                if at in blocks and key in delta:  # blocks may overlap
-                    blocks[at][key] = str(blocks[at].get(key) or "") + str(delta[key])
-        kinds = {str(block.get("type")) for block in blocks.values()}
-        whole = ends - {""} == {"end_turn"} and kinds <= {"text", *REASONING_PARTS}
-        kept = [block for block in blocks.values() if reasons or block.get("type") == "text"]
+                if index in blocks and key in delta:
+                    blocks[index][key] = str(blocks[index].get(key) or "") + str(delta[key])
+        output = list(blocks.values())
+        kept = [block for block in output if reasons or block.get("type") == "text"]
         items = [{"role": "assistant", "content": kept}]
     else:
         responses = [members(event.get("response") or event) for event in events]
         last = next((one for one in reversed(responses) if one.get("output")), {})
-        output = list(map(members, listed(last.get("output"))))
-        kinds = {str(item.get("type")) for item in output}
-        whole = last.get("status") == "completed" and kinds <= {"message", "reasoning"}
+        end, output = last.get("status"), list(map(members, listed(last.get("output"))))
         said_items = (one for one in output if one.get("content"))
         items = [one for one in said_items if reasons or one.get("type") == "message"]
     turns = list(map(turn_of, items))
     speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
-    return turns if whole and speaks else []
+    no_calls = {str(one.get("type")) for one in output} <= {"text", "message", *REASONING_PARTS}
+    return turns if speaks and no_calls and end == WHOLE[dialect.name] else []
 
 
-def keys_of(request: Request) -> dict[str, str]:
-    """The headers that let a client in."""
-    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
-    return {name: key for name, key in keys.items() if key}
+@dataclasses.dataclass
+class Agent:
+    """What was seen of the clients with one User-Agent."""
+
+    name: str
+    helps: bool = False  # it was seen that reading ahead would have helped
+    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
+    reasons: bool = False  # they sent reasoning back
+    parts: bool = False  # they sent answers as lists of parts
 
 
-def talk_of(exchange: Exchange) -> tuple[str, ...]:
-    """Which client's conversation a request belongs to."""
-    told = map(exchange.request.get, CLIENT_HEADERS)
-    return exchange.trace.conversation, exchange.address, *told
-
-
+@dataclasses.dataclass(eq=False)
 class Prefill:
-    """A request of kvproxy's own: the server reads a prompt before a client's request begins with
-    it. Behind it stands a placeholder, since many templates render the last turns in another way
-    until a user has spoken; the answer is one token, which nobody reads."""
+    """A prompt to be read before a client's request begins with it: a head, or a conversation."""
 
-    def __init__(self, path: str, view: View, keys: dict[str, str] | None = None) -> None:
-        self.path, self.view, self.keys = path, view, keys
-        body = {**front_members(view.body), "stream": False}
-        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
+    path: str
+    view: View  # as it was forwarded
+    keys: dict[str, str] | None = None  # None: the newest client's
+    agent: Agent = dataclasses.field(default_factory=lambda: Agent(""))
+    answer: bytes = b""  # until it stands in `view`
+    due: bool = True  # to be read
+    closed: bool = False  # was read, or given up
+    sock: socket.socket | None = None
+    waiting: set[Exchange] = dataclasses.field(default_factory=set)  # what is held for it
+    usage: Usage = dataclasses.field(default_factory=Usage)
+    idle_tokens: int = 0
+
+    def body(self) -> bytes:
+        """One token is wanted, which nobody reads. Behind the prompt stands a placeholder: many
+        templates render the last turns in another way until a user has spoken."""
+        body = {**front_members(self.view.body), "stream": False}
+        body["max_output_tokens" if self.view.dialect.name == "responses" else "max_tokens"] = 1
         placeholder = turn_of({"role": "user", "content": "."})
-        self.body = View(body, view.dialect, [], [*view.turns, placeholder]).dump()
-        self.sock: socket.socket | None = None
-        self.closed = False  # given up, or answered
-        self.waiting: set[Exchange] = set()  # clients' requests that are held for it
-        self.usage = Usage()
+        return View(body, self.view.dialect, [], [*self.view.turns, placeholder]).dump()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -5455,53 +5379,29 @@ class Prefill:
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        with suppress(RecursionError):  # nested deeply
-            turns = [
-                [(one.role, told_of(one).rstrip()) for one in of]
-                for of in (self.view.turns, view.turns[: len(self.view.turns)])
-            ]
-            same = path == self.path and turns[0] == turns[1]
-            return same and front_as_read(view) == front_as_read(self.view)
+        if path == self.path:
+            with suppress(RecursionError):  # nested deeply
+                front, turns = read_form(self.view)
+                other_front, other_turns = read_form(view)
+                return front == other_front and turns == other_turns[: len(turns)]
         return False
 
-
-def is_shape(row: list[str]) -> bool:
-    """Whether a row of WARMUP_FILE is a Shape."""
-    form, after, before = row
-    texts = isinstance(form, str) and isinstance(after, str) and isinstance(before, str)
-    return texts and bool(re.search(r"[^\W\d_]{3}", form) if form else after)
-
-
-@dataclasses.dataclass
-class Agent:
-    """What was seen of the clients with one User-Agent."""
-
-    name: str
-    helps: str = ""  # why reading ahead would have helped; '': it was not seen yet
-    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
-    reasons: bool = False  # they sent reasoning back
-    parts: bool = False  # they sent answers as lists of parts
-
-
-@dataclasses.dataclass
-class Talk:
-    """A conversation's newest prompt, as it was forwarded, and the answer to it."""
-
-    agent: Agent
-    path: str
-    keys: dict[str, str]
-    view: View
-    answer: bytes
-    due: bool = True  # to be read ahead
-    prefill: Prefill | None = None
-    idle_tokens: int = 0
+    def add_answer(self) -> bool:
+        """Put the answer, as the client will repeat it, behind the prompt; False if unknown."""
+        answer, self.answer = self.answer, b""
+        if answers := [turn for turn in self.view.turns if turn.role == "assistant"]:
+            self.agent.reasons = bool(Prompt(self.view).reasoning)
+            self.agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
+        echo = echo_of(answer, self.view.dialect, self.agent.reasons, self.agent.parts)
+        self.view = dataclasses.replace(self.view, turns=[*self.view.turns, *echo])
+        return bool(echo)
 
 
 class Warmup:
-    """Has the server read prompts before they are needed: after a start the heads of recent
-    conversations, later the newest one to keep it warm, and after each answer what the next prompt
-    begins with. At most one prefill is under way, and clients' requests go first: hold()."""
+    """Has the server read heads after a start, the newest one to keep it warm, and after an answer
+    what the next prompt begins with. One thread does it, while no request is running."""
 
+    LOOK = 0.1  # seconds between two looks at what is due
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
     NOT_READY = (0, 502, 503, 504)
@@ -5511,251 +5411,94 @@ class Warmup:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
-        self.heads: dict[str, Json] = {}  # newest last
-        self.due: dict[str, Json] = {}  # those that the server has yet to read
-        self.learned: list[list[str]] = []  # as the file has it
-        self.talks: dict[tuple[str, ...], Talk] = {}  # newest last
+        self.heads: dict[str, Prefill] = {}  # newest last
+        # (conversation, client) -> its newest prompt, newest last
+        self.talks: dict[tuple[str, bytes], Prefill] = {}
         self.agents: dict[str, Agent] = {}
+        self.prefill: Prefill | None = None  # the one that is under way
+        self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
         self.guard = threading.Lock()  # of all these, and of the file
         self.lost_at = proxy.backend.lost_at
-        self.over, self.wake = threading.Event(), threading.Event()
-        self.gate = threading.Lock()  # held while a prefill begins
-        self.prefill: Prefill | None = None
-        self.keys: dict[str, str] | None = {}  # the newest client's; None: they were refused
-        self.state = "off"
+        self.keys: dict[str, str] = {}  # the newest client's
+        self.state = "waiting" if self.enabled else "off"
+        self.next_try = 0.0  # of a server that was away, or refused the keys
+        self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read the file, and warm up in a thread from now on."""
         self.over.clear()
-        self.thread = None
-        if self.enabled:
-            self.load()
-            self.state = "waiting"
-            self.begin()
-
-    def begin(self) -> None:
-        """Start the thread, if there is none yet."""
-        with self.guard:
-            if self.thread is None and not self.over.is_set():
-                thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-                with suppress(RuntimeError):  # can't start new thread
-                    thread.start()
-                    self.thread = thread
+        if self.enabled or self.config.prefill_ahead != "0":
+            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+            self.thread.start()
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
         self.over.set()
-        self.wake.set()
-        with self.gate:
+        with self.guard:
             prefill = self.prefill
         if prefill is not None:
             prefill.close()
         if self.thread is not None:
             self.thread.join(5)
 
-    # --- the heads and their file -----------------------------------------------------------------
+    def run(self) -> None:
+        while not self.over.wait(self.LOOK):
+            with self.proxy.faults_logged("warm-up failed"):
+                self.step()
 
-    def open(self) -> None:
-        """See whether the file can be written. Raises OSError."""
-        if self.path:
-            if os.path.exists(self.path) and not os.path.isfile(self.path):
-                raise OSError("it is no plain file")
-            self.write(None)
-
-    def write(self, text: str | None) -> None:
-        """Write the file, whole or not at all; without a text only try to. Raises OSError."""
-        name = self.path + ".tmp"
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        try:
-            with open_private(name, "x") as file:
-                file.write(text or "")
-            if text is not None:
-                os.replace(name, self.path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-
-    def load(self) -> None:
-        """Read the heads of earlier runs. Their tools are the first-seen ones from now on."""
-        replay = self.proxy.replay
-        try:
-            with open(self.path, encoding="ascii") as file:
-                heads = json.load(file)
-            self.learned, lifter = heads.pop("learned", []), self.proxy.editor.lifter
-            if not all(map(is_shape, self.learned)):
-                raise ValueError("what was learned is not readable")
-            if lifter.learns:
-                lifter.learner.add([Shape(*row) for row in self.learned])
-                lifter.learner.news.clear()  # they were told when they were new
-            for key, head in heads.items():
-                dialect, counting = dialect_of(head["path"])
-                view = view_of(head["body"], dialect) if dialect is not None else None
-                if view is None or counting:
-                    raise ValueError(f"{key[:80]!r} is no head")
-                if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, ANYBODY)
-                self.keep(key, head)
-        except FileNotFoundError:  # none yet, or none wanted
-            pass
-        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
-            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
-            self.proxy.log.warning(text, self.path, error)
-        self.due = dict(self.heads)
-
-    def keep(self, key: str, head: Json) -> None:
-        """Make a head the newest one; the oldest may go."""
-        self.heads.pop(key, None)
-        self.heads[key] = head
-        if len(self.heads) > self.config.warmup_heads:
-            oldest = next(iter(self.heads))
-            del self.heads[oldest]
-            self.due.pop(oldest, None)
-
-    def remember(self, exchange: Exchange) -> None:
-        """Keep the head (system, tools, model) of a request that was answered."""
-        view, verdict = exchange.view, exchange.verdict
-        if not self.enabled or view is None or verdict is None or verdict.side:
-            return
-        if not (view.dialect.edited and view.system()):
-            return
-        path = exchange.request.path.split("?")[0]
-        body = Prefill(path, View(view.body, view.dialect, [], view.turns[: view.leading()])).body
-        ident = digest(view.dialect.name, body).hex()
-        self.keys = keys_of(exchange.request)
+    def step(self) -> None:
+        """Have the server read what is due, if nothing else is going on."""
+        now = time.monotonic()
+        idle = now - self.proxy.last_end
         with self.guard:
-            newest = next(reversed(self.heads), None)
-            self.keep(ident, {"path": path, "body": json.loads(body)})
-            self.due.pop(ident, None)  # the client itself had it read
-            learned = [list(shape) for shape in self.proxy.editor.lifter.learner.shapes]
-            if (ident != newest or learned != self.learned) and self.path:
-                self.learned = learned
-                more = {"learned": learned} if learned else {}
-                try:
-                    self.write(json.dumps({**self.heads, **more}))
-                except OSError as error:
-                    text = "WARMUP_FILE=%r cannot be written any more: %s"
-                    self.proxy.log.warning(text, self.path, error)
-                    self.path = ""
-
-    # --- reading ahead ----------------------------------------------------------------------------
-
-    def agent(self, request: Request) -> Agent:
-        name = request.get("user-agent")
-        with self.guard:
-            agent = self.agents.get(name) or Agent(visible(name[:60]) or "clients without a name")
-            remember(self.agents, name, agent, 256)
-        return agent
-
-    def reads_ahead(self, agent: Agent) -> bool:
-        """Whether prompts of such clients are read ahead."""
-        mode = self.config.prefill_ahead
-        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
-        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
-
-    def notice(self, exchange: Exchange, case: Case) -> None:
-        """Note that reading ahead would have helped; with `auto` that is when it begins."""
-        kind, owner = case.verdict.kind, self.proxy.backend.owner
-        side = kind == "taken" and any(one.side for one in case.between)
-        agent = self.agent(exchange.request)
-        if self.config.prefill_ahead == "auto" and owner and (kind == "template" or side):
-            where = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
-            if not agent.helps:
-                agent.helps = HELPFUL[kind]
-                self.proxy.log.info("read ahead | %s for %s: %s", where, agent.name, agent.helps)
-
-    def told(self) -> str:
-        """For whom it is on, for the page; '' where nothing came up."""
-        agents = list(self.agents.values())
-        told = [one.name for one in agents if self.reads_ahead(one)]
-        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
-        helps = any(one.helps for one in agents) and not told
-        return "off: the server is no llama.cpp" if helps else ", ".join(told)
-
-    def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Called before a client's request is forwarded: its conversation goes on. See whether
-        what was read ahead is what it begins with."""
-        agent, told = self.agent(exchange.request), {AGENT_ID: exchange.request.get(AGENT_ID)}
-        if not self.reads_ahead(agent) or side_of(view, told):
+            talk = next((talk for talk in self.talks.values() if talk.due), None)
+        if self.proxy.running:
             return
-        with self.guard:
-            talk = self.talks.pop(talk_of(exchange), None)
-        prefill = talk.prefill if talk is not None else None
-        if prefill is not None and prefill.begins(path, view):
-            agent.wrong, exchange.ahead = 0, prefill.usage.prompt
-        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
-            agent.wrong += 1
-        if agent.wrong > 1:
-            text = "read ahead | given up for %s: other prompts came than were predicted"
-            self.proxy.log.info(text, agent.name)
-        elif view.dialect.edited and exchange.tap is not None:
-            exchange.tap.whole = bytearray()
-
-    def plan(self, exchange: Exchange) -> None:
-        """Called after an answer: have the server read what the next prompt begins with, or read
-        it again after a side request. The answer is looked into later, in the thread."""
-        view, tap, agent = exchange.view, exchange.tap, self.agent(exchange.request)
-        if view is None or exchange.verdict is None or not self.reads_ahead(agent):
-            return
-        key, last, size = talk_of(exchange), view.turns[-1:], len(exchange.forwarded or b"")
-        fit = all(one.item and one.role != "assistant" for one in last) and size <= AHEAD_BYTES
-        fit = fit and view.body.get("n") in (None, 1) and not goes_on_elsewhere(view)
-        with self.guard:
-            if exchange.verdict.side:
-                mine = [one for name, one in self.talks.items() if name[1:] == key[1:]]
-                for talk in mine[-1:]:
-                    talk.due = True
-            elif fit and tap is not None and tap.whole and not exchange.fault:
-                path, keys = exchange.request.path.split("?")[0], keys_of(exchange.request)
-                keys["X-KVProxy-Conversation"] = key[0]  # to the same server, if there are several
-                self.talks[key] = Talk(agent, path, keys, view, bytes(tap.whole))
-                if len(self.talks) > TALKS:
-                    del self.talks[next(iter(self.talks))]
-        self.begin()
-        self.quiet()
-
-    def quiet(self) -> None:
-        """Called when no request is running any more."""
-        if any(talk.due for talk in list(self.talks.values())):
-            self.wake.set()
-
-    def read_ahead(self, talk: Talk) -> None:
-        """Have the server read what a conversation's next prompt begins with."""
-        if talk.prefill is None:
+        if talk is not None and idle >= self.config.prefill_ahead_seconds:
             talk.due = False  # what fails is not tried again
-            view, agent, before = talk.view, talk.agent, Prompt(talk.view)
-            answers = [turn for turn in view.turns if turn.role == "assistant"]
-            if answers:
-                agent.reasons = bool(before.reasoning)
-                agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
-            echo = echo_of(talk.answer, view.dialect, agent.reasons, agent.parts)
-            talk.view, talk.answer = dataclasses.replace(view, turns=[*view.turns, *echo]), b""
-            if not echo:
-                return
-        talk.prefill = prefill = Prefill(talk.path, talk.view, talk.keys)
-        talk.due = False
-        started = time.monotonic()
-        status = self.send(prefill)
-        read, whole = prefill.usage.read() or 0, prefill.usage.prompt or 0
-        talk.idle_tokens += read
-        told = {200: f"{read:,} of {whole:,} tokens read", 0: "interrupted"}
-        seconds, words = time.monotonic() - started, told.get(status, f"status {status}")
-        self.proxy.log.info("read ahead | %s | %.1f s | %s", talk.agent.name, seconds, words)
+            if not talk.answer or talk.add_answer():
+                self.send(talk, f"read ahead | {talk.agent.name}")
+        elif idle >= self.FIRST_WAIT and now >= self.next_try:  # else an agent runs its tools
+            self.warm(idle)
 
-    # --- the work ---------------------------------------------------------------------------------
+    def send(self, prefill: Prefill, name: str) -> int:
+        """Have the server read a prompt; returns the status, 0 without an answer."""
+        with self.guard:
+            prefill.usage = Usage()
+            prefill.closed = bool(self.proxy.running) or self.over.is_set()
+            if prefill.closed:
+                return 0
+            self.prefill = prefill  # a request that comes from now on finds it, see hold()
+        told, started, status = "interrupted", time.monotonic(), 0
+        try:
+            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
+            keys = self.keys if prefill.keys is None else prefill.keys
+            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body(), prefill.opened)
+            if status:
+                told = f"the server answers {status}"
+            if status == 200:
+                prefill.usage = usage_of([[members(answer)]])
+                told = f"tokens read: {read_of(prefill.usage)}"
+        except OSError:
+            pass
+        finally:
+            self.prefill, prefill.sock, prefill.closed = None, None, True
+        read = prefill.usage.read() or 0
+        prefill.idle_tokens += read
+        with self.proxy.metrics.guard:
+            self.proxy.metrics.counts["idle_tokens_total", ""] += read
+        self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
+        return status
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Called before a client's request is forwarded. One that begins with the prompt that the
-        server is reading waits until that has been read: the server would notice a cancel late, and
-        read it all again in another slot. Any other that needs the model ends the prefill, unless a
-        client waits for it. `watch(0, seconds)` waits, and raises ClientGone."""
-        request, view = exchange.request, exchange.view
-        with self.gate:
-            prefill = self.prefill
-        if exchange.counting or request.method in ("GET", "HEAD", "OPTIONS"):
+        """Called before a request is forwarded. If it begins with what the server is reading, it
+        waits for that: the server would notice a cancel late, and read it all in another slot. Any
+        other ends the prefill, unless a client waits for it. `watch` may raise ClientGone."""
+        view, path = exchange.view, exchange.request.path.partition("?")[0]
+        if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
-        path = request.path.split("?")[0]
+        with self.guard:
+            prefill = self.prefill
         if prefill is not None and view is not None and prefill.begins(path, view):
             until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
@@ -5769,103 +5512,187 @@ class Warmup:
         if view is not None:
             self.follow(exchange, view, path)
 
-    def run(self) -> None:
-        wait: float | None = self.FIRST_WAIT
-        while not self.over.is_set():
-            self.wake.wait(wait)
-            self.wake.clear()
-            wait = self.AWAY_WAIT
-            with self.proxy.faults_logged("warm-up failed"):
-                wait = self.step()
+    def load(self) -> None:
+        """Read the heads of earlier runs. Raises OSError when the file cannot be written."""
+        replay, lifter = self.proxy.replay, self.proxy.editor.lifter
+        if not self.path:
+            return
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise OSError("it is no plain file")
+        try:
+            with open(self.path, encoding="ascii") as file:
+                heads = json.load(file)
+            shapes = [Shape(*map(str, row)) for row in heads.pop("learned", ())]
+            if lifter.learns:
+                lifter.learner.add(shapes)
+                lifter.learner.news.clear()  # they were told when they were new
+            for key, head in list(heads.items())[-self.config.warmup_heads :]:
+                view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
+                del view.turns[view.leading() :]  # a placeholder, in older files
+                if self.config.scrub and self.config.replay:
+                    replay.tools.apply(view, ANYBODY)
+                self.heads[key] = Prefill(head["path"], view_of(parse(view.dump()), view.dialect))
+        except FileNotFoundError:  # none yet
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
+            text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
+            self.proxy.log.warning(text, self.path, error)
+        open_private(self.path + ".tmp", "w").close()
+        os.unlink(self.path + ".tmp")
+
+    def remember(self, exchange: Exchange, view: View) -> None:
+        """Keep the head of a request that was answered."""
+        if not self.enabled or not view.dialect.edited or not view.system():
+            return
+        self.keys, self.next_try = keys_of(exchange.request), 0.0
+        path = exchange.request.path.partition("?")[0]
+        front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
+        body = front.dump()  # the turns of the view would keep all of the request in memory
+        head = Prefill(path, view_of(parse(body), view.dialect), due=False)
+        key = digest(path, body).hex()
+        written = key, list(self.proxy.editor.lifter.learner.shapes)
+        with self.guard:
+            self.heads.pop(key, None)
+            self.heads[key] = head
+            if len(self.heads) > self.config.warmup_heads:
+                del self.heads[next(iter(self.heads))]
+            if written != self.written and self.path:
+                self.written = written
+                self.write(written[1])
+
+    def write(self, shapes: list[Shape]) -> None:
+        """Write the file, whole or not at all."""
+        heads = {key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()}
+        learned = {"learned": shapes} if shapes else {}
+        name = self.path + ".tmp"
+        try:
+            with open_private(name, "w") as file:
+                json.dump({**heads, **learned}, file)
+            os.replace(name, self.path)
+        except OSError as error:
+            text = "WARMUP_FILE=%r cannot be written any more: %s"
+            self.proxy.log.warning(text, self.path, error)
+            self.path = ""
+            with suppress(OSError):
+                os.unlink(name)
+
+    def warm(self, idle: float) -> None:
+        """Read heads after a start and after the backend was away; keep the newest one warm."""
+        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
+        with self.guard:
+            heads = list(self.heads.values())
+        if backend.lost_at != self.lost_at and self.path:
+            for head in heads:
+                head.due = True
+        self.lost_at = backend.lost_at
+        due = [head for head in heads if head.due]
+        if not due and keepalive and idle >= keepalive:
+            due = heads[-1:]
+        if not due:
+            return  # a server that has nothing to read is not asked anything
+        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
+            backend.lost()
+            self.state = "the server is away"
+            self.next_try = time.monotonic() + self.AWAY_WAIT
+            return
+        for number, head in enumerate(due, 1):
+            self.state = f"head {number} of {len(due)}"
+            status = self.send(head, f"warm-up | {self.state}")
+            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
+            if status in (401, 403):
+                self.next_try = math.inf  # until a client brings keys
+                return
+            if status in self.NOT_READY:
+                self.next_try = time.monotonic() + self.AWAY_WAIT
+                return
+            head.due, self.proxy.last_end = False, time.monotonic()
+
+    def agent(self, request: Request) -> Agent:
+        key = request.get("user-agent")
+        with self.guard:
+            if key not in self.agents:
+                name = visible(key[:60]) or "clients without a name"
+                remember(self.agents, key, Agent(name), 256)
+            return self.agents[key]
+
+    def reads_ahead(self, agent: Agent) -> bool:
+        """Whether prompts of such clients are read ahead."""
+        mode = self.config.prefill_ahead
+        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
+        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        """Note that reading ahead would have helped; with `auto` that is when it begins."""
+        kind, owner = case.verdict.kind, self.proxy.backend.owner
+        agent = self.agent(exchange.request)
+        side = kind == "taken" and any(one.side for one in case.between)
+        found = self.config.prefill_ahead == "auto" and owner and (kind == "template" or side)
+        if found and not agent.helps:
+            agent.helps = True
+            on = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
+            why = "a side request takes the slot" if side else "the chat template changes old turns"
+            self.proxy.log.info("read ahead | %s for %s: %s", on, agent.name, why)
+
+    def told(self) -> str:
+        """For whom it is on, for the page; '' where nothing came up."""
+        agents = list(self.agents.values())
+        told = [one.name for one in agents if self.reads_ahead(one)]
+        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
+        helps = any(one.helps for one in agents) and not told
+        return "off: the server is no llama.cpp" if helps else ", ".join(told)
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """Before a request is forwarded: whether it begins with what was read ahead."""
+        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
+        if not self.reads_ahead(agent) or side_of(view, sub_agent):
+            return
+        with self.guard:
+            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
+        if talk is not None and talk.closed and talk.begins(path, view):
+            agent.wrong, exchange.ahead = 0, talk.usage.prompt
+        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
+            agent.wrong += 1
+            if agent.wrong > 1:
+                text = "read ahead | given up for %s: other prompts came than were predicted"
+                self.proxy.log.info(text, agent.name)
+        if view.dialect.edited and exchange.tap is not None:
+            exchange.tap.whole = bytearray()
+
+    def plan(self, exchange: Exchange, view: View, side: str) -> None:
+        """After an answer: read what follows; after a side request, read it again."""
+        tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
+        if not self.reads_ahead(agent):
+            return
+        fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
+        fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
+        fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
+        with self.guard:
+            if side:
+                mine = [talk for (_, whose), talk in self.talks.items() if whose == client]
+                for talk in mine[-1:]:
+                    talk.due = True
+            elif fit and tap is not None and tap.whole:
+                path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
+                name = exchange.trace.conversation
+                keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
+                self.talks[name, client] = Prefill(path, view, keys, agent, bytes(tap.whole))
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
 
     def rest(self) -> None:
         """Wait until what follows an answer that just came has been read ahead."""
         until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
         while self.prefill or time.monotonic() < until:
-            talks = list(self.talks.values())
-            if any(one.prefill and one.prefill.closed and not one.due for one in talks):
+            if any(one.closed and not one.due for one in list(self.talks.values())):
                 return
             time.sleep(0.01)
-
-    def step(self) -> float | None:
-        """Do what is due. Returns the seconds until something may be; None: until wake is set."""
-        with self.guard:
-            talk = next((talk for talk in self.talks.values() if talk.due), None)
-        if talk is not None and not self.proxy.running and not self.over.is_set():
-            idle = time.monotonic() - self.proxy.last_end
-            wait = max(0.0, self.config.prefill_ahead_seconds - idle)
-            if not wait:
-                self.read_ahead(talk)
-            return wait
-        if not self.enabled:
-            return None
-        self.warm()
-        return min(self.AWAY_WAIT, self.config.keepalive_seconds or self.AWAY_WAIT)
-
-    def warm(self) -> None:
-        """Read heads after a start and after the backend was away; keep the newest one warm."""
-        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
-        idle = time.monotonic() - self.proxy.last_end
-        if self.proxy.running or idle < self.FIRST_WAIT or not self.heads:
-            return  # an agent that runs its tools is not idle
-        with self.guard:
-            if backend.lost_at != self.lost_at:
-                self.lost_at = backend.lost_at
-                self.due = dict(self.heads) if self.config.warmup_file else {}
-            heads = list(self.due.items())
-            if not heads and keepalive and idle >= keepalive:
-                heads = list(self.heads.items())[-1:]
-        if not heads or self.keys is None:
-            return  # a server that has nothing to read is not asked anything
-        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
-            backend.lost()
-            self.state = "the server is away"
-            return
-        for number, (key, head) in enumerate(heads, 1):
-            started = time.monotonic()
-            self.state = name = f"head {number} of {len(heads)}"
-            view = view_of(head["body"], dialect_of(head["path"])[0] or guess_dialect(head["body"]))
-            del view.turns[-1:]  # the placeholder
-            status = self.send(Prefill(head["path"], view))
-            ended = time.monotonic()
-            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
-            self.proxy.log.info("warm-up | %s | %.1f s | %s", name, ended - started, self.state)
-            if status in (401, 403):
-                self.keys = None  # until a client brings one that is taken
-            if status in (401, 403, *self.NOT_READY):
-                return
-            self.proxy.last_end = ended
-            with self.guard:
-                self.due.pop(key, None)
-
-    def send(self, prefill: Prefill) -> int:
-        """Have the server read a prompt; returns the status, 0 without an answer."""
-        with self.gate:
-            if self.proxy.running or self.over.is_set():
-                prefill.closed = True
-                return 0  # a request that comes later than this finds `prefill` in hold()
-            self.prefill = prefill
-        metrics, status = self.proxy.metrics, 0
-        try:
-            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
-            keys = self.keys if prefill.keys is None else prefill.keys
-            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body, prefill.opened)
-            if status == 200:
-                prefill.usage = usage_of(dump(members(answer)))
-                with metrics.guard:
-                    metrics.idle_tokens += prefill.usage.read() or 0
-        except OSError:
-            pass
-        finally:
-            self.prefill, prefill.closed = None, True
-        return status
 
 
 # ==================================================================================================
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# A page is complete without its script, which renews the elements of <main> that have an id.
+# A page is complete without its script, which renews <main>.
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -5884,7 +5711,7 @@ dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem
 li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
 .row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
 </style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
-<main>%(main)s</main>
+<main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
 addEventListener("click", async (event) => {
   const button = event.target.closest("[data-copy]");
@@ -5894,78 +5721,39 @@ addEventListener("click", async (event) => {
     button.textContent = "copied";
   } catch (error) {
     getSelection().selectAllChildren(button.previousElementSibling);
+    button.textContent = "press Ctrl+C";
   }
 });
+const main = document.querySelector("main");
 const named = (one) => one.getAttribute("href") || one.dataset.copy;
-if (document.getElementById("facts")) setInterval(async () => {
+if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
+  const focus = named(document.activeElement);
   try {
     const answer = await fetch("/kvproxy");
     if (!answer.ok) throw answer.status;
     const text = await answer.text();  // the head has another nonce, and is left out
-    const main = text.slice(text.indexOf("<main>"), text.indexOf("</main>"));
-    const page = new DOMParser().parseFromString(main, "text/html");
-    for (const part of document.querySelectorAll("main > [id]")) {
-      const news = page.getElementById(part.id), focused = document.activeElement;
-      part.className = news.className;
-      if (news.innerHTML === part.innerHTML) continue;
-      const name = part.contains(focused) ? named(focused) : null;
-      part.innerHTML = news.innerHTML;
-      const again = [...part.querySelectorAll("a, button")].find((one) => named(one) === name);
-      if (name && again) again.focus({ preventScroll: true });
-    }
-    document.title = document.getElementById("state").textContent + " - kvproxy";
+    const news = text.slice(text.indexOf("<main>") + 6, text.indexOf("</main>"));
+    if (news !== main.shown) main.innerHTML = main.shown = news;
   } catch (error) {
-    const state = document.getElementById("state");
-    document.title = state.textContent = "kvproxy does not answer; this is what it told last";
-    state.className = "state bad";
+    document.getElementById("state").textContent = main.shown =
+      "kvproxy does not answer; this is what it told last";
+    document.getElementById("state").className = "state bad";
   }
+  const again = [...main.querySelectorAll("a, button")].find((one) => named(one) === focus);
+  if (again) again.focus({ preventScroll: true });
+  document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script></body></html>
 """
-MAIN = """
-<p id="off" class="fair">{off}</p>
-<p id="state" role="status" class="state {tone}">{state}</p><div id="hint">{hint}</div>
-<div id="facts">{facts}</div>{far}
-<h2>Last requests</h2><div id="requests">{rows}</div><div id="learned">{learned}</div>"""
 JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
+DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 
 # of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-SWITCHES = ("scrub", "replay", "lift", "learn", "system_first")
-SHELL = "ssh -L {0}:127.0.0.1:{0} {1}"
-
-METRIC_HELP: tuple[tuple[str, str | Callable[[Proxy], float | None], str], ...] = (
-    # (name, the label under which Metrics.counts holds its values or what gives its value, help)
-    ("kvproxy_requests_total", "status", "Requests forwarded, by the status of their answers."),
-    ("kvproxy_verdicts_total", "verdict", "Prompts by what became of them."),
-    ("kvproxy_edits_total", "kind", "Edits made to requests, by kind."),
-    ("kvproxy_untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    ("kvproxy_prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
-    ("kvproxy_idle_tokens_total", lambda on: on.metrics.idle_tokens, "Tokens read in idle time."),
-    ("kvproxy_saved_seconds_total", lambda on: on.metrics.saved, "Estimate of what reuse saved."),
-    ("kvproxy_hit_ratio", lambda on: on.metrics.hit_rate(), "Reused share of the last 20 prompts."),
-    ("kvproxy_running_requests", lambda on: on.running, "Requests being served."),
-    ("kvproxy_backend_up", lambda on: on.backend.up(), "Whether the server took the last request."),
-    ("kvproxy_build_info", "version", "The version of kvproxy."),
-    (
-        "kvproxy_first_byte_seconds_total",
-        lambda on: on.metrics.first_bytes[0],
-        "Seconds from a prompt to its answer's first byte, summed up.",
-    ),
-    ("kvproxy_first_bytes_total", lambda on: on.metrics.first_bytes[1], "Answers that began."),
-    (
-        "kvproxy_learned_shapes",
-        lambda on: len(on.editor.lifter.learner.shapes),
-        "What was seen to vary in system prompts.",
-    ),
-    ("kvproxy_replay_bytes", lambda on: on.replay.size(), "Memory held for replay."),
-    ("kvproxy_ledger_bytes", lambda on: on.ledger.size, "Memory for verdicts."),
-    ("kvproxy_start_time_seconds", lambda on: on.metrics.since, "Start, in seconds since 1970."),
-)
 
 # Headers with which a web server in front tells that a request is somebody else's.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
@@ -5974,8 +5762,7 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 
 
 class Pages:
-    """Answers under /kvproxy. Prompt text goes to this machine only, and never to a page of another
-    site."""
+    """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
 
     SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
     HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
@@ -5995,30 +5782,29 @@ class Pages:
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        near = is_loopback(peer) and not any(map(FORWARDED.match, request.headers.keys()))
-        if path == "/kvproxy" and self.same_site(request):
-            return self.page(near, request.get("host"))
-        if not (near and self.same_site(request)):
+        origin, site = request.get("origin"), request.get("sec-fetch-site")
+        ours = not origin or origin.partition("://")[2] == request.get("host")
+        same_site = ours and site in ("", "none", "same-origin")  # as browsers tell
+        here = is_loopback(peer) or peer == self.proxy.config.listen_host
+        near = here and not any(map(FORWARDED.match, request.headers.keys()))
+        if path == "/kvproxy" and same_site:
+            return self.page(near, request.get("x-forwarded-host") or request.get("host"))
+        if not (near and same_site):
             why = "Prompts are shown on this machine only, and not through a web server."
             return self.error(403, why)
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
-            return self.json(200, {"requests": [self.row(exchange) for exchange in recent]})
+            return self.json(200, {"requests": [row_of(exchange) for exchange in recent]})
         wanted = request.get("accept")
-        as_json = "application/json" in wanted and "text/html" not in wanted
-        for exchange in recent:
+        if "application/json" in wanted and "text/html" not in wanted:
+            path = path.removesuffix(".json") + ".json"
+        for exchange in map(copy.copy, recent):  # the bodies may be let go of meanwhile
             if path == f"/kvproxy/requests/{exchange.number}":
-                return self.detail(exchange) if as_json else self.request_page(exchange)
+                return self.request_page(exchange)
             if path == f"/kvproxy/requests/{exchange.number}.json":
                 return self.detail(exchange)
         return self.error(404, "There is no such page.")
-
-    def same_site(self, request: Request) -> bool:
-        """Whether a request comes from no other site's page, as browsers tell."""
-        origin, site = request.get("origin"), request.get("sec-fetch-site")
-        ours = not origin or origin.partition("://")[2] == request.get("host")
-        return ours and site in ("", "none", "same-origin")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = json.dumps(value, indent=1).encode()
@@ -6027,72 +5813,65 @@ class Pages:
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
 
-    def row(self, exchange: Exchange) -> Json:
-        """A request in numbers."""
-        request, verdict = exchange.request, exchange.verdict
-        usage, start = exchange.usage, exchange.started
-        row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
-        row |= {"path": printable(request.path), "status": exchange.status}
-        row |= {"fault": exchange.fault or None, "error": exchange.error or None}
-        row |= {"client": client_of(exchange), "model": exchange.model or None}
-        row["report"] = dataclasses.asdict(exchange.report)
-        row["conversation"] = exchange.trace.conversation or None
-        row["usage"] = {**dataclasses.asdict(usage), "read": usage.read()}
-        row["verdict"] = dataclasses.asdict(verdict) if verdict else None
-        times = {"first_byte_ms": exchange.begun, "total_ms": exchange.ended}
-        return row | {
-            key: round(1000 * (at - start), 1) if at else None for key, at in times.items()
-        }
+    def metrics(self) -> str:
+        """Prometheus text format."""
+        proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
+        with metrics.guard:
+            values = dict(metrics.counts)
+            rate = reused_share(metrics.window)
+        if rate is not None:
+            values["hit_ratio", ""] = rate
+        if proxy.backend.away is not None:
+            values["backend_up", ""] = int(not proxy.backend.away)
+        values["running_requests", ""] = proxy.running
+        values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
+        values["replay_bytes", ""] = proxy.replay.size()
+        values["ledger_bytes", ""] = proxy.ledger.size
+        for name, label, text in METRICS:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
+            for (of, value), number in sorted(values.items()):
+                if of == name:
+                    labels = f'{{{label}="{value}"}}' if label else ""
+                    lines.append(f"kvproxy_{name}{labels} {number}")
+        return "\n".join(lines) + "\n"
 
-    def compared(self, exchange: Exchange, bodies: Sequence[bytes | bytearray | None]) -> Json:
-        """What stands about a request beside its bodies: what differs between the two prompts, and
-        where its tokens go, if the bodies are not too long."""
-        row: Json = {**self.row(exchange), "answer": exchange.answer, "diff": []}
+    def compared(self, exchange: Exchange) -> Json:
+        """A request with what kvproxy changed in it, and where its tokens go."""
+        row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         prompts = list[list[Segment]]()
-        with contextlib.suppress(Unreadable, RecursionError):
-            for raw in bodies:
+        with suppress(Unreadable, RecursionError):
+            for raw in (exchange.received, exchange.forwarded):
                 if raw is not None and exchange.dialect is not None and comparable(raw):
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
+
+        def count(text: str) -> int | None:
+            body, request = dump({"content": text}), exchange.request
+            answer = self.proxy.backend.ask("/tokenize", 3.0, body, request)[1]
+            tokens = members(answer).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
         if len(prompts) == 2:
-            count = self.proxy.token_counter(exchange)
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
+            idle = self.proxy.still.is_set()
+            tokens = exchange.usage.prompt
+            row["where it goes"] = weights_of(prompts[1], tokens, count if idle else None)
             row["diff"] = difference(*prompts)
         return row
 
     def detail(self, exchange: Exchange) -> Answer:
-        """A request with its body as received and as forwarded. Takes at most ten times the memory
-        of the two."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row = json.dumps(self.compared(exchange, bodies), ensure_ascii=False)[:-1]
+        """A request with its bodies, in at most ten times their memory."""
+        row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
         body = bytearray(row.encode("utf-8", "backslashreplace"))
         del row
-        for name, raw in ((b', "received": ', bodies[0]), (b', "forwarded": ', bodies[1])):
+        for name in ("received", "forwarded"):
+            raw = getattr(exchange, name)
             text = None if raw is None else raw.decode("utf-8", "replace")
-            body += name + json.dumps(text, ensure_ascii=False).encode()
+            body += f', "{name}": '.encode() + json.dumps(text, ensure_ascii=False).encode()
         body += b"}"
         return 200, body, self.HEADERS, "application/json"
 
-    def metrics(self) -> str:
-        """Prometheus text format."""
-        lines = []
-        with self.proxy.metrics.guard:
-            counts = sorted(self.proxy.metrics.counts.items())
-            for name, source, text in METRIC_HELP:
-                kind = "counter" if name.endswith("_total") else "gauge"
-                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-                if callable(source):
-                    value = source(self.proxy)
-                    lines += [f"{name} {value}"] if value is not None else []
-                    continue
-                for (label, of), count in counts:
-                    if label == source:
-                        lines.append(f'{name}{{{label}="{of}"}} {count}')
-        return "\n".join(lines) + "\n"
-
-    # --- the page ---------------------------------------------------------------------------------
-
-    def html(self, title: str, main: str) -> Answer:
-        """A page of these parts, which are HTML."""
+    def html(self, title: str, main: str, foot: str) -> Answer:
+        """A page with this HTML."""
         nonce = uuid.uuid4().hex
         policy = (
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
@@ -6100,247 +5879,236 @@ class Pages:
         )
         headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
         headers.append((b"Referrer-Policy", b"no-referrer"))
-        parts = {"title": title, "main": main, "nonce": nonce, "version": __version__}
+        parts = {"title": html.escape(title), "main": main, "foot": foot}
+        parts |= {"nonce": nonce, "version": __version__}
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True, host: str = "") -> Answer:
-        """The page. Somebody who is not `near`, and reaches this machine as `host`, sees no text of
-        a prompt."""
+        """The page; without words of prompts unless `near`. `host`: how it was reached."""
         proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
         if not proxy.running:
             proxy.backend.look()
         with proxy.guard:
-            active = [one for one in proxy.active if one.dialect is not None]
+            requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
-            state, tone, hint = self.state(near)
-            facts, rows = self.facts(), "".join(map(self.running_item, reversed(active)))
-            recent = list(itertools.islice(reversed(metrics.recent), self.SHOWN))
-        rows = f"<ol>{rows}</ol>" * bool(rows) + self.groups(recent, near)
-        none = "None yet" if config.keep_requests else "None are kept (KEEP_REQUESTS=0)"
-        fields = Config.__dataclass_fields__
-        off = [name for name in SWITCHES if not getattr(config, name)]
-        off = [f"{name.upper()}=0 ({fields[name].metadata['help']})" for name in off]
-        parts = {"state": html.escape(state), "tone": tone, "hint": hint, "facts": facts}
-        parts |= {"off": f"Switched off: {', '.join(off)}." if off else "", "far": ""}
-        parts |= {"rows": rows or f"<p>{none}.</p>", "learned": self.learned() if near else ""}
-        more = ""
+            state, tone, hint, cure = self.headline(near, host)
+            requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
+        none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
+        settings = {name.upper(): value for name, value in vars(config).items()}
+        about = {name: text for name, _, text in Config.table()}
+        off = [name for name, value in settings.items() if value is False or value == "0"]
+        off = [f"{name}=0 ({about[name]})" for name in off]
         if near:
-            settings = dataclasses.asdict(config).items()
-            told = "\n".join(f"{name.upper()} = {value}" for name, value in settings)
+            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
-            more += "<details><summary>Settings in force</summary><pre>"
-            more += html.escape(told) + "</pre></details>"
+            more += DETAILS.format("Settings in force", html.escape(told))
         else:
-            found, port = HOST.fullmatch(host.lower()), proxy.url.rpartition(":")[2]
+            found, there = HOST.fullmatch(host.lower()), proxy.url.removeprefix("http://")
             name = found[1].strip("[]") if found else "THAT-MACHINE"
-            line = COPY.format(html.escape(SHELL.format(port, name)))
-            parts["far"] = (
-                f"<h2>Prompts are shown on that machine only</h2><p>From here: {line}, then open"
-                f" http://127.0.0.1:{port}/kvproxy</p>"
-            )
-        return self.html(parts["state"], MAIN.format(**parts) + more)
+            name = "THAT-MACHINE" if is_loopback(name) else name  # a web server's own name for it
+            port = there.rpartition(":")[2]
+            line = COPY.format(html.escape(f"ssh -L {port}:{there} {name}"))
+            more = tag("h2", "Prompts are shown on that machine only")
+            more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
+        main = [
+            tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
+            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
+            f'<div id="hint">{tag("p", hint, "soft")}{copied(cure)}</div>{self.facts()}',
+            tag("h2", "Last requests") + (self.rows(requests, near) or tag("p", none)),
+            self.learned() if near else "",
+        ]
+        return self.html(state, "".join(main), more)
 
     def request_page(self, exchange: Exchange) -> Answer:
         """A request for people."""
-        bodies = exchange.received, exchange.forwarded  # may be let go of meanwhile
-        row, usage = self.compared(exchange, bodies), exchange.usage
-        title = f"Request {exchange.number}"
-        facts = {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time)),
-            "client": row["client"],
-            "model": exchange.model or "-",
-            "path": row["path"],
-            "status": str(exchange.status or "-"),
-            "tokens read": read_of(usage),
-            "time for": waits(exchange),
-        }
-        main = [f'<p class="state">{title}</p>{defined(facts)}', *self.verdict(exchange)]
+        row, title = self.compared(exchange), f"Request {exchange.number}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        facts = {"sent": when, **facts_of(exchange)}
+        main = [tag("p", title, "state"), defined(facts), verdict_html(exchange)]
         if "where it goes" in row:
             weights = row["where it goes"]
             told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
             told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
-            estimated = ", estimated" * weights["estimated"]
-            main.append(f"<h2>Where its tokens go{estimated}</h2>{defined(told)}")
+            estimated = ", estimated" if weights["estimated"] else ""
+            main += [tag("h2", f"Where its tokens go{estimated}"), defined(told)]
         changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
-        main.append(f"<h2>What kvproxy changed in the prompt</h2><pre>{changed}</pre>")
+        main += [tag("h2", "What kvproxy changed in the prompt"), f"<pre>{changed}</pre>"]
         if exchange.answer:
-            main.append(f"<h2>The answer begins</h2><pre>{html.escape(exchange.answer)}</pre>")
-        for name, body in zip(("Received", "Forwarded"), bodies, strict=True):
+            main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
+        for name, body in (("Received", exchange.received), ("Forwarded", exchange.forwarded)):
             size = "no longer kept" if body is None else f"{len(body):,} bytes"
             text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
             text += "\n..." if len(body or b"") > BODY_SHOWN else ""
-            same = " (the same)" if name == "Forwarded" and bodies[0] == body is not None else ""
-            main.append(
-                f"<details><summary>{name}: {size}{same}</summary><pre>{text}</pre></details>"
-            )
-        link = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
-        return self.html(title, "\n".join([*main, link]))
+            main.append(DETAILS.format(f"{name}: {size}", text))
+        more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
+        return self.html(title, "".join(main), more)
 
-    def state(self, near: bool) -> tuple[str, str, str]:
-        """What a person wants to know first, its tone, and what explains and cures it, as HTML.
-        Words of a prompt are for this machine only."""
-        metrics = self.proxy.metrics
+    def headline(self, near: bool, host: str) -> tuple[str, str, str, str]:
+        """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
+        prompt are for this machine only; others reach it as `host`."""
+        metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
+        known, server = self.proxy.backend.known, self.server()
         last = next((one for one in reversed(metrics.recent) if not one.counting), None)
-        if last is not None and (last.status >= 400 or last.fault.startswith("cut")):
-            return self.failure(last, near)
+        if last is not None and (last.error or last.status >= 400 or last.fault.startswith("cut")):
+            told = (last.error or last.fault) if near else ""
+            if last.status < 400:
+                return "The last answer broke off", "bad", told, ""
+            if last.status not in (502, 503, 504) or (last.error and last.status != 503):
+                return f"The last request failed ({last.status})", "bad", told, ""
+            if known and "state" not in known:
+                return "The model server answers again", "fair", server, ""
+            words = "is not ready" if last.status == 503 else "does not answer"
+            return f"The model server {words} ({last.status})", "bad", told, ""
         if not metrics.window:
-            reported = metrics.counts["state", "reused"] + metrics.counts["state", "read"]
-            if metrics.judged and not reported:
-                return "The server does not report what it reused", "fair", ""
-            return "No prompt yet", "fair", self.invitation()
-        judged = [one for one in metrics.window if one.verdict.name != "cold"]
-        judged = [one for one in judged if one.verdict.step != "first prompt"]
+            if metrics.judged and not metrics.reported:
+                return "The server does not report what it reused", "fair", "", ""
+            if self.proxy.running:
+                return "The first prompt is being read", "fair", f"By {server}.", ""
+            there = f"No model server answers at {server}. {USUAL_PORTS}"
+            there = f"The model server answers at {server}." if known else there
+            hint = f"{there} Give your agent this address instead (Claude Code: without /v1):"
+            url = self.proxy.url if near or not host else f"http://{host}"
+            return "No prompt yet", "fair", hint, f"{url}/v1"
+        judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
+        judged = [one for one in judged if one.verdict.name != "cold"]
         firsts = counted(len(metrics.window) - len(judged), "first prompt")
         if not judged:
             hint = "Nothing can be reused until a conversation goes on."
-            return f"{firsts}, nothing to reuse so far", "fair", paragraph(hint)
-        name, least = metrics.window[-1].conversation, self.proxy.config.warn_reuse
-        newest = [one for one in judged if one.conversation == name] or judged
-        rate, again = reused_share(newest) or 0.0, 0
-        while again < len(judged) and judged[-1 - again].missed(least):
-            again += 1
-        if rate >= least and again < 3:
+            return f"{firsts}, nothing to reuse so far", "fair", hint, ""
+        talk = metrics.window[-1].conversation
+        newest = [one for one in judged if one.conversation == talk] or judged
+        rate = reused_share(newest) or 0.0
+        misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
+        if rate >= least and misses < 3:
             hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
             hint += f" conversation; {firsts} not counted."
-            return f"The cache works: {int(100 * rate)}% reused", "good", paragraph(hint)
+            return f"The cache works: {int(100 * rate)}% reused", "good", hint, ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
-        if again >= 3:
-            state = f"The last {again} prompts were read again: {judged[-1].verdict.name}"
-        hint, cure = f"{metrics.cause('cold').capitalize()}.", ""
-        missed = [one.verdict for one in judged if one.missed(least) and one.verdict.line()]
-        if missed and near:
-            hint += f" Last: {spoken_line(missed[-1])}"
-            cure = copied(missed[-1].cure)
-        return state, "bad", paragraph(html.escape(hint)) + cure
-
-    def failure(self, last: Exchange, near: bool) -> tuple[str, str, str]:
-        """What state() tells when the last request failed."""
-        known, told = self.proxy.backend.known, html.escape(last.error or last.fault) * near
-        state = f"The last request failed ({last.status})"
-        if last.status in (502, 503, 504):
-            if known and "state" not in known:
-                told = paragraph(html.escape(self.server()))
-                return "The model server answers again", "fair", told
-            words = "is not ready" if last.status == 503 else "does not answer"
-            state = f"The model server {words} ({last.status})"
-            told = told or "It may be loading its model."
-        return state, "bad", paragraph(told)
+        if misses >= 3:
+            names = ", ".join(dict.fromkeys(one.verdict.name for one in judged[-misses:]))
+            state = f"The last {misses} prompts were read again: {names}"
+        hint = f"{metrics.cause().capitalize()}."
+        missed = [one.verdict for one in judged if one.missed and one.verdict.line()]
+        if not missed or not near:
+            return state, "bad", hint, ""
+        return state, "bad", f"{hint} Last: {spoken_line(missed[-1])}", missed[-1].cure
 
     def server(self) -> str:
         """Where the model server is, and what it told of itself."""
         known = described(self.proxy.backend.known)
         return self.proxy.backend.name() + (f": {known}" if known else "")
 
-    def invitation(self) -> str:
-        """What to do when no prompt came yet, as HTML."""
-        url = html.escape(self.proxy.url)
-        told = "<p>Give your agent this address instead of the server's, and send something:</p>"
-        told += f"<p>{COPY.format(url + '/v1')} (for Claude Code {COPY.format(url)})</p>"
-        there = html.escape(self.server())
-        if self.proxy.backend.known:
-            return f'{told}<p class="good">The model server answers at {there}</p>'
-        return f'{told}<p class="bad">No model server answers at {there}. {USUAL_PORTS}</p>'
-
     def facts(self) -> str:
-        metrics, proxy = self.proxy.metrics, self.proxy
-        reused, read = metrics.counts["state", "reused"], metrics.counts["state", "read"]
-        unknown = "" if reused + read else "not reported" if metrics.judged else "-"
+        metrics, warmup = self.proxy.metrics, self.proxy.warmup
+        counts, tokens = metrics.counts, "prompt_tokens_total"
+        reused, read = counts[tokens, "reused"], counts[tokens, "read"]
+        saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
+        unknown = "" if metrics.reported else "not reported" if metrics.judged else "-"
         facts = {
             "tokens reused": unknown or f"{reused:,}",
             "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(metrics.saved) if metrics.long_reads[1] else "-",
+            "time saved, about": duration(saved) if metrics.long_tokens else "-",
             "requests": f"{metrics.number:,}",
-            "running now": str(proxy.running),
+            "running now": str(self.proxy.running),
             "server": self.server(),
+            "warm-up": warmup.state if warmup.enabled else "",
+            "read ahead": warmup.told(),
+            "tokens read in idle time": f"{idle:,}" if idle else "",
         }
-        if proxy.warmup.enabled:
-            facts["warm-up"] = proxy.warmup.state
-        if told := proxy.warmup.told():
-            facts["read ahead"] = told
-        if metrics.idle_tokens:
-            facts["tokens read in idle time"] = f"{metrics.idle_tokens:,}"
-        return defined(facts) + paragraph(f"Time saved: {SAVED_BY}" if metrics.saved else "")
+        return defined(facts) + (tag("p", f"Time saved: {SAVED_BY}", "soft") if saved else "")
 
     def learned(self) -> str:
         """What was seen to vary, as HTML."""
-        rows = ""
-        for shape in list(self.proxy.editor.lifter.learner.shapes):
-            words = learned(shape).partition("; to fix it")[0]
-            saved = self.proxy.editor.lifter.learner.misses[shape.name()]
-            words += f"; saved {counted(saved, 'long read')}" if saved else ""
-            rows += ITEM.format(html.escape(words), copied(learned_setting(shape)))
+        rows, learner = "", self.proxy.editor.lifter.learner
+        for shape in list(learner.shapes):
+            words, setting = learned(shape, self.proxy.config)
+            if saved := learner.misses[shape.name()]:
+                words += f"; saved {counted(saved, 'long read')}"
+            rows += ITEM.format(html.escape(words), copied(setting))
         return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
 
-    def groups(self, recent: list[Exchange], near: bool) -> str:
-        """The last requests, newest first, those of a conversation together, as HTML."""
-        names: dict[int, str] = {}
-        found: dict[str, list[Exchange]] = {}
-        for one in reversed(recent):
-            verdict = one.verdict or Verdict()
-            base = names.get(verdict.base) if verdict.name != "new branch" else ""
-            names[one.number] = base or one.trace.conversation
-        for one in recent:
-            found.setdefault(names[one.number], []).append(one)
+    def rows(self, requests: list[Exchange], near: bool) -> str:
+        """Requests, newest first, those of a conversation together, as HTML."""
+        groups: dict[str, list[Exchange]] = {}
+        for one in requests:
+            name = one.trace.conversation[:8]
+            title = f"Conversation {name}" if name else "Other requests"
+            groups.setdefault(title if one.number else "Running now", []).append(one)
         told = ""
-        for name, requests in found.items():
-            title = f"Conversation {name[:8]}" if name else "Other requests"
-            rows = "".join(self.item(one, near) for one in requests)
-            told += f"<h3>{title}: {counted(len(requests), 'request')}</h3><ol>{rows}</ol>"
+        for title, group in groups.items():
+            rows = "".join(self.item(one, near) for one in group)
+            told += f"<h3>{title}: {counted(len(group), 'request')}</h3><ol>{rows}</ol>"
         return told
 
-    def running_item(self, exchange: Exchange) -> str:
-        """A request that is being served, as HTML."""
-        seconds = duration(time.monotonic() - exchange.started)
-        what = "is answered" if exchange.begun else "waits for the server"
-        cells = [f"<b>{what}</b>", f"for {seconds}", *self.cells(exchange)]
-        return ITEM.format("".join(f"<span>{cell}</span>" for cell in cells), "")
-
-    def cells(self, exchange: Exchange) -> list[str]:
-        """Who asks whom for what, as HTML."""
-        cells = [client_of(exchange), exchange.model, printable(exchange.request.path)]
-        return [html.escape(cell) for cell in cells if cell]
-
     def item(self, exchange: Exchange, near: bool) -> str:
-        """A request in the list, as HTML."""
-        usage, number = exchange.usage, exchange.number
-        told = f"{read_of(usage)} tokens read"
-        if exchange.status != 200:
-            told = f"status {exchange.status}" if exchange.status else exchange.fault or "no answer"
-        elif exchange.counting:
-            told = "counts tokens"
-        elif usage.read() is None:
-            told = "reuse not reported"
-        when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
-        when = f"#{number} <time>{when}</time>"
-        if near:
-            when = f'<a href="/kvproxy/requests/{number}">{when}</a>'
-        cells = [html.escape(told), waits(exchange), *self.cells(exchange)]
-        line = when + "".join(f"<span>{cell}</span>" for cell in cells)
-        return ITEM.format(line, "".join(self.verdict(exchange, near)))
-
-    def verdict(self, exchange: Exchange, near: bool = True) -> list[str]:
-        """What became of a request, why, and what cures it, as HTML."""
-        verdict, found = exchange.verdict, list[str]()
-        if near and (exchange.error or exchange.fault):
-            found.append(f'<p class="bad">{html.escape(exchange.error or exchange.fault)}</p>')
-        if verdict is not None:
-            kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
-            name = f'<b class="{TONES.get(verdict.name, "")}">{verdict.name}</b>'
-            found.append(f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>")
-            if near and verdict.line():
-                found.append(f'<p class="soft">{html.escape(spoken_line(verdict))}</p>')
-                found.append(copied(verdict.cure))
-        return found
+        """A request in the list, as HTML; one without a number is being served."""
+        number = exchange.number
+        start = tag("b", "is answered" if exchange.begun else "waits for the server")
+        if number:
+            when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
+            start = f"#{number} <time>{when}</time>"
+        if number and near:
+            start = f'<a href="/kvproxy/requests/{number}">{start}</a>'
+        spans = "".join(tag("span", fact) for fact in facts_of(exchange).values())
+        return ITEM.format(start + spans, verdict_html(exchange, near) if number else "")
 
 
-def paragraph(text: str) -> str:
-    return f'<p class="soft">{text}</p>' if text else ""
+def facts_of(exchange: Exchange) -> dict[str, str]:
+    """What stands in a request's row and on its page."""
+    usage, start = exchange.usage, exchange.started
+    told = f"{read_of(usage)} tokens read"
+    if not exchange.number:
+        told = f"for {duration(time.monotonic() - start)}"
+    elif exchange.status != 200:
+        told = f"status {exchange.status}" if exchange.status else exchange.fault
+    elif exchange.counting:
+        told = "counts tokens"
+    elif usage.read() is None:
+        told = "reuse not reported"
+    ends = {"first byte": exchange.begun, "all": exchange.ended} if exchange.number else {}
+    times = [f"{name} {duration(at - start)}" for name, at in ends.items() if at]
+    facts = {"prompt": told, "time": ", ".join(times), "client": client_of(exchange)}
+    return {**facts, "model": exchange.model, "path": printable(exchange.request.path)}
+
+
+def row_of(exchange: Exchange) -> Json:
+    """A request in numbers."""
+    request, verdict, usage = exchange.request, exchange.verdict, exchange.usage
+    row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
+    row |= {"path": printable(request.path), "status": exchange.status}
+    row |= {"fault": exchange.fault or None, "error": exchange.error or None}
+    row |= {"client": client_of(exchange), "model": exchange.model or None}
+    row |= {"report": vars(exchange.report), "conversation": exchange.trace.conversation or None}
+    row |= {"usage": {**vars(usage), "read": usage.read()}, "verdict": verdict and vars(verdict)}
+    for name, at in (("first_byte_ms", exchange.begun), ("total_ms", exchange.ended)):
+        row[name] = round(1000 * (at - exchange.started), 1) if at else None
+    return row
+
+
+def verdict_html(exchange: Exchange, near: bool = True) -> str:
+    """What became of a request, why, and what cures it, as HTML."""
+    verdict, told = exchange.verdict, exchange.error or exchange.fault
+    found = tag("p", told, "bad") if near and told else ""
+    if verdict is not None:
+        kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
+        name = tag("b", verdict.name, TONES.get(verdict.name, ""))
+        found += f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>"
+        if near and verdict.line():
+            found += tag("p", spoken_line(verdict), "soft") + copied(verdict.cure)
+    return found
+
+
+def tag(name: str, text: str, kind: str = "") -> str:
+    """An HTML element with a text; nothing for no text."""
+    kind = f' class="{kind}"' if kind else ""
+    return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
 
 
 def defined(facts: dict[str, str]) -> str:
-    """Names and values as an HTML list."""
-    pair = "<div><dt>{}</dt><dd>{}</dd></div>"
-    pairs = (pair.format(html.escape(name), html.escape(value)) for name, value in facts.items())
+    """Names and values, where there is one, as an HTML list."""
+    pairs = [
+        f"<div>{tag('dt', name)}{tag('dd', told)}</div>" for name, told in facts.items() if told
+    ]
     return f"<dl>{''.join(pairs)}</dl>"
 
 
@@ -6364,18 +6132,10 @@ def read_of(usage: Usage) -> str:
     return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
 
 
-def waits(exchange: Exchange) -> str:
-    """Time to the first byte, and in all."""
-    ends = {"first byte": exchange.begun, "all": exchange.ended}
-    times = [f"{name} {duration(at - exchange.started)}" for name, at in ends.items() if at]
-    return ", ".join(times) or "-"
-
-
 def diff_line(line: str) -> str:
     """A line of a unified diff as HTML; what stays is not shown at length."""
     kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
-    line = line if kind or len(line) <= STAYS_SHOWN else line[:STAYS_SHOWN] + " ..."
-    return f'<span class="{kind}">{html.escape(line)}</span>' if kind else html.escape(line)
+    return tag("span", line, kind) if kind else html.escape(line[:STAYS_SHOWN])
 
 
 STAYS_SHOWN = 160  # characters
@@ -6386,10 +6146,8 @@ DIFF_LINES = 5000  # longer segments are not compared
 
 def comparable(raw: bytes | bytearray) -> bool:
     """Whether a body is short, and would take only a few times its size when it is parsed."""
-    if len(raw) > DIFF_BYTES:
-        return False
     values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
-    return values < 10_000 or values <= 8 * len(raw)
+    return len(raw) <= DIFF_BYTES and (values < 10_000 or values <= 8 * len(raw))
 
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
@@ -6439,84 +6197,80 @@ def play(
     """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
 
     Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError,
-    ValueError or HTTPException."""
-    rows, turns = list[Json](), list[Json]()
+    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
+    rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
     mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    server = urllib.parse.urlsplit(url)
-    target = under(server, "/v1/chat/completions")
-    headers = {"Content-Type": "application/json", "User-Agent": f"kvproxy/{__version__}"}
-    headers |= bearer(os.environ.get("API_KEY", ""))
+    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
 
-    def ask(messages: list[Json], tokens: int) -> tuple[bytes, float]:
-        """An answer, and the ms until it began."""
-        body = {"model": "local", "messages": messages, "stream": True, "max_tokens": tokens}
-        with contextlib.closing(http_connection(server, timeout)) as connection:
-            started = time.monotonic()
-            connection.request("POST", target, dump({**body, "temperature": 0}), headers)
-            response = connection.getresponse()
-            data = response.read1(65536)
-            first = 1000 * (time.monotonic() - started)
-            data += response.read()
-        if response.status != 200:
-            told = " ".join(data[:200].decode("utf-8", "replace").split())
-            raise ValueError(f"the server answered {response.status}: {told}")
-        return data, first
+    def ask(tokens: int) -> Json:
+        body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
+        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
+        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
+        if status != 200:
+            raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
+        return members(answer)
 
     for turn in range(1, args.turns + 1):
         ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
         meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
         block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system = f"You are a helpful agent ({mark}).\n{block}# Project Context\n{project}"
+        system["content"] = f"You are helpful ({mark}).\n{block}# Project Context\n{project}"
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
         text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
         turns.append({"role": "user", "content": text})
-        front = {"role": "system", "content": system}
-        data, first = ask([front, *turns], 16)
-        usage = usage_of(data)
+        begun = time.monotonic()
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
         if rest is not None:
             call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
             calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
             thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
             result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
             turns += [{"role": "assistant", **thought}, result]
-            data = ask([front, *turns], 1024)[0]
+            answer = ask(1024)
             rest()
-        echo = echo_of(data, DIALECTS["chat/completions"], rest is not None, False)
-        answer = {"role": "assistant", "content": heard_answer(data, b"").opening or "ok"}
-        turns.append((echo[0].item if echo else None) or answer)
-        ms = round(first if usage.prompt_ms is None else usage.prompt_ms, 1)
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read(), "reused": usage.cached}
-        rows.append({**row, "ms": ms})
-        if not args.json:
-            cells = ["-" if row[key] is None else f"{row[key]:,}" for key in ("prompt", "read")]
-            print(BENCH_ROW.format(name, turn, *cells, f"{ms:,.0f}"))
-            if (name, turn, args.command) == ("straight", 1, "bench"):
-                left = duration(ms / 1000 * args.turns)  # the other turns, and one through kvproxy
-                print(f"At this pace, about {left} more.")
+        choice = members(next(iter(listed(answer.get("choices"))), None))
+        said = members(choice.get("message"))
+        turns.append(said if said.get("content") else {"role": "assistant", "content": "ok"})
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
+        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
+        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
+        print(BENCH_ROW.format(name, *cells))
+        if (name, turn, args.command) == ("straight", 1, "bench"):
+            left = duration(rows[0]["ms"] / 1000 * args.turns)  # and one turn through kvproxy
+            print(f"At this pace, about {left} more.")
     return rows
 
 
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
 through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should{2}.
+first should: {2:,} tokens, {3} on a server that reads 400 a second.
 """
 BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
 first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
 """
 
 
-def compare(args: Words, config: Config, name: str) -> None:
-    """Play against config.backend_url, straight and then through a proxy with these settings, and
-    tell of both runs. Raises what play() raises."""
-    if not args.json:
-        total = args.tokens * (args.turns + 1)
-        long = f": {total:,} tokens, {duration(total / 400)} on a server that reads 400 a second"
-        text = BENCH_AHEAD if args.ahead else BENCH
-        print(text.format(args, name, long if args.command == "bench" else ""))
-        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+def compare(args: Words, config: Config, name: str, then: str) -> None:
+    """Play, tell what was measured and what to do next; with --json tables go to stderr. Raises
+    OSError."""
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        found = measure(args, config, name)
+        print(then)
+    if args.json:
+        print(json.dumps(found))
+
+
+RUNS = ("straight", "through")
+
+
+def measure(args: Words, config: Config, name: str) -> Json:
+    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
+    total = args.tokens * (args.turns + 1)
+    print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
+    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
 
@@ -6526,55 +6280,53 @@ def compare(args: Words, config: Config, name: str) -> None:
             return play(name, proxy.url, args, config.read_timeout, rest)
 
     if args.ahead:
-        straight, through = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
+        runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
     else:
         straight = play("straight", config.backend_url, args, config.read_timeout)
-        through = through_kvproxy("through kvproxy", "0")
-    before, after = (sum(row["ms"] for row in rows[1:]) for rows in (straight, through))
+        runs = straight, through_kvproxy("through kvproxy", "0")
+    before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
     ratio = before / after if after else None
-    if args.json:
-        runs = {"simulated": args.command == "demo", "straight": straight, "through": through}
-        print(json.dumps({**runs, "ratio": ratio}))
-    elif ratio is not None:
+    if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+    return {
+        "simulated": args.command == "demo",
+        **dict(zip(RUNS, runs, strict=True)),
+        "ratio": ratio,
+    }
 
 
 def next_steps(config: Config, url: str) -> str:
     """What to do after a demo or a bench, to be copied; the same in every shell."""
-    here = os.path.basename(__file__)
-    script = sys.argv[0] if os.path.basename(sys.argv[0]) == here else here
-    run = [os.path.basename(sys.executable or "python").removesuffix(".exe"), script]
-    run = [f'"{word}"' if " " in word else word for word in run]
+    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), __file__]
+    words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
     port = config.listen_port or 1234
-    if urllib.parse.urlsplit(url).port == port:
-        port += 1
-    words = [*run, f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    here = f"http://127.0.0.1:{port}"
+    port += urllib.parse.urlsplit(url).port == port
+    if port != 1234:
+        words.append(f"LISTEN_PORT={port}")
+    page = f"http://127.0.0.1:{port}"
     return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {here}/v1 (Claude Code:"
-        f" {here})\ninstead of the server's address, and open {here}/kvproxy"
+        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {page}/v1 (Claude Code:"
+        f" {page})\ninstead of the server's address, and open {page}/kvproxy"
     )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot whose cache is the longest common prefix in words, read
-    at MS a word."""
+    """A stand-in for llama-server: one slot, whose cache is the longest common prefix in words."""
 
-    MS = 0.02
     slot: list[str] = []  # noqa: RUF012 - of the class
 
     def do_POST(self) -> None:
         words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
         cached = min(common_prefix(self.slot, words), len(words) - 1)
-        SimulatedServer.slot, ms = words, (len(words) - cached) * self.MS
+        SimulatedServer.slot, ms = words, 0.02 * (len(words) - cached)
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
-        choice = {"index": 0, "delta": {"content": "Noted, thanks."}, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": "Noted, thanks."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        event = dump({"choices": [choice], "timings": timings})
-        self.wfile.write(b"data: %s\n\ndata: [DONE]\n\n" % event)
+        self.wfile.write(dump({"choices": [choice], "timings": timings}))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -6587,12 +6339,11 @@ def command_demo(args: Words, config: Config) -> int:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
+            then = next_steps(config, config.backend_url or CANDIDATES[0])
+            then += "\nTo measure your own server first, put `bench` behind that line."
+            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)", then)
         finally:
             server.shutdown()
-    if not args.json:
-        print(next_steps(config, config.backend_url or CANDIDATES[0]))
-        print("To measure your own server first, put `bench` behind that line.")
     return 0
 
 
@@ -6603,23 +6354,27 @@ def command_bench(args: Words, config: Config) -> int:
         url = backend.locate().geturl()
         backend.connect().close()
     except OSError as error:
-        told = f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL."
-        print(told, file=sys.stderr)
-        return 1
+        return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
     try:
-        compare(args, dataclasses.replace(config, backend_url=url), url)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"The run broke off: {error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(next_steps(config, url))
+        config = dataclasses.replace(config, backend_url=url)
+        compare(args, config, url, next_steps(config, url))
+    except OSError as error:
+        hint = " Try a smaller --tokens, or raise -c of the server."
+        more = hint if CONTEXT_FULL.search(str(error).encode()) else ""
+        return failed(f"The run broke off: {error}{more}")
     return 0
+
+
+def failed(why: str) -> int:
+    """Tell why a command ends, which has this exit code."""
+    print(why, file=sys.stderr)
+    return 1
 
 
 def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
     backend = Backend(config)
-    backend.key = os.environ.get("API_KEY", "")
+    backend.keys = bearer(os.environ.get("API_KEY", ""))
     found = backend.describe()
     if not found:
         print(f"No model server answers at {backend.name()}.")
@@ -6631,16 +6386,14 @@ def command_check(args: Words, config: Config) -> int:
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     slots, context = backend.ask("/slots")[1], found.get("context")
-    told = []
-    if not isinstance(slots, list):
-        told.append("no slots")
-    elif any(members(members(slot).get("params")).get("cache_prompt") is False for slot in slots):
-        told.append("no cache")
-    if found.get("slots") == 1:
-        told.append("one for all")
-    if isinstance(context, int) and context < 32768:
-        told.append("short context")
-    for name in told or ["no fault"]:
+    params = [members(members(slot).get("params")) for slot in listed(slots)]
+    faults = {
+        "no slots": not isinstance(slots, list),
+        "no cache": any(one.get("cache_prompt") is False for one in params),
+        "one for all": found.get("slots") == 1,
+        "short context": isinstance(context, int) and context < 32768,
+    }
+    for name in [name for name, there in faults.items() if there] or ["no fault"]:
         text = ADVICE[name].format(context=context)
         if found["product"] == "LM Studio":
             text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
@@ -6671,7 +6424,6 @@ LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_CELLS = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
 INSPECT_END = (
     "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
     " earlier one began with; keep: share of the slot's old content that stayed."
@@ -6688,36 +6440,29 @@ INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
     try:
-        file = sys.stdin.buffer if args.file == "-" else open(args.file, "rb")  # noqa: SIM115
+        path = os.path.expanduser(args.file)
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     except OSError as error:
-        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    begin, line = INSPECT_HEAD + "\n", in_columns
     if args.json:
-        begin, line = "", lambda number, row: "," * (number > 1) + visible(json.dumps(row))
         print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            print(begin * (number == 1) + line(number, row))
+            if args.json:
+                print("," * (number > 1) + visible(json.dumps(row)))
+            else:
+                print(f"{INSPECT_HEAD}\n" * (number == 1) + visible(in_columns(number, row)))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
-                new |= {"example": row["what"], "cure": row["cure"]}
+                new |= {"example": row["what"], "advice": row["cure"]}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
     told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
     for found in told:
-        cause = found["cause"] if found["cause"] in ADVICE else "rewritten"
-        cure = found.pop("cure")
-        text = cure or advice(cause, config)
-        text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-        cured = f"kvproxy cures {found['cured']} of them" if found["cured"] else ""
-        also = ", and all with " if re.match("[A-Z]+_REGEX=", cure) else ". "
-        found["advice"] = also.join(filter(None, (cured, text)))
-        if found["cured"] == found["requests"]:
-            found["advice"] = "kvproxy cures this: send the requests through it."
+        found["advice"] = finding_advice(found, config)
     if args.json:
         print('], "findings": ' + visible(json.dumps(told)) + "}")
         return 0
@@ -6734,16 +6479,25 @@ def command_inspect(args: Words, config: Config) -> int:
     return 0
 
 
+def finding_advice(found: Json, config: Config) -> str:
+    """What to do about a finding, whose `advice` is that of its first request."""
+    if found["cured"] == found["requests"]:
+        return "kvproxy cures this: send the requests through it."
+    known = found["cause"] if found["cause"] in ADVICE else "rewritten"
+    text = found["advice"] or advice(known, config)
+    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
+    return f"kvproxy cures {found['cured']} of them. {text}" if found["cured"] else text
+
+
 def in_columns(number: int, row: Json) -> str:
-    cells = (shape.format(row[key]) if row[key] is not None else "-"
-             for key, shape in INSPECT_CELLS.items())  # fmt: skip
+    forms = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
+    cells = [form.format(row[key]) if row[key] is not None else "-" for key, form in forms.items()]
     name = row["name"][:27] + "~" * row["estimated"]
-    return visible(INSPECT_LINE.format(number, name, *cells, row["what"]))
+    return INSPECT_LINE.format(number, name, *cells, row["what"])
 
 
 class LogReader:
-    """Reads a capture or a server's log line by line; a row per request comes out when it is
-    complete."""
+    """Reads a capture or a server's log by the line; a row comes out for each request."""
 
     def __init__(self, config: Config) -> None:
         self.config, limit = config, config.ledger_mb << 20
@@ -6751,9 +6505,9 @@ class LogReader:
         self.cured = Ledger(limit)  # and as kvproxy would have sent them
         self.editor = Editor(config)
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[tuple[str, str], Json] = {}  # (port, slot) -> what is known of its task
-        self.slots: dict[str, str] = {}  # port -> the slot that its log spoke of last
-        self.longest: dict[str, int] = {}  # port -> the longest prompt since a start
+        self.tasks: dict[str, Json] = {}  # what is known of the task of each port and slot
+        self.slots: dict[str, str] = {}  # the slot that a port's log spoke of last
+        self.longest: dict[str, int] = {}  # the longest prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
         """The rows of a file, one by one."""
@@ -6774,90 +6528,86 @@ class LogReader:
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
-    # --- captures ---------------------------------------------------------------------------------
-
     def captured(self, row: Json) -> list[Json]:
+        """The row of a captured request."""
         dialect, counting = dialect_of(row["path"])
-        body = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
-        view = view_of(body, dialect) if dialect is not None and not counting else None
-        if view is None:
+        if dialect is None or counting:
             return []
+        body = row["body"]
+        view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
         now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
         path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
         found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**found, "what": f"status {status}"}]
-        headers = {str(key).lower(): str(n) for key, n in members(row.get("headers")).items()}
-        prompt = Prompt(view, self.editor.replay.conversation(view), headers, now)
+        headers = {key.lower(): value for key, value in members(row.get("headers")).items()}
+        side = side_of(view, headers.get(AGENT_ID, ""))
+        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
         case = self.ledger.judge(prompt, self.lost_at)
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
         told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
         usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
+        settle(case, usage, self.config)
         if estimated := usage.read() is None:
             usage.prompt = prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
-        else:
-            settle(case, usage, self.config)
+            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
+        trace = self.editor.apply(view, Report())  # changes the view
+        if trace.record is not None:
+            trace.record.answer = ANY
+        as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = self.as_sent(view, headers).name == "extended" and changed
-        if changed:
+        cured = changed and as_sent.name == "extended"
+        if cured:
             verdict.advice = verdict.cure = ""
-        if changed and not cured:
-            tell_cure(case, self.config)
         line = verdict.line()
         found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
         found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
         found |= {"tokens": usage.prompt, "read": usage.read()}
         if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found |= {"cause": cause_of(verdict), "cured": cured}
-            found["cure"] = verdict.remedy()
+            found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
         return [found]
-
-    def as_sent(self, view: View, headers: Mapping[str, str]) -> Verdict:
-        """What the verdict would be on the prompt as kvproxy sends it. Changes the view."""
-        trace = self.editor.apply(view, Report())
-        if trace.record is not None:
-            trace.record.answer = ANY
-        return self.cured.judge(Prompt(view, trace.conversation, headers)).verdict
-
-    # --- logs -------------------------------------------------------------------------------------
 
     def logged(self, text: str) -> list[Json]:
         """A line of llama-server's log, whatever docker, a journal or a router put in front."""
-        router, found = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
-        port = router[1] if router else ""
-        if found:
-            self.slots[port] = found[1] or found[2]
-        slot = port, self.slots.get(port, "?")
-        hits = ((name, hit) for name, shape in LOG_SHAPES if (hit := shape.search(text)))
-        name, match = next(hits, ("", None))
-        if match is None:
-            return []
-        if name == "start":
-            return self.end(port)
-        task, done = self.tasks.setdefault(slot, {}), []
-        if "tokens" in task and name in ("slot", "prompt", "counts"):  # the next task begins
-            done, task = [self.close(slot)], {}
-        elif name == "slot":
-            task.clear()
-        self.tasks[slot] = task
+        found, slot = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
+        port = f"port {found[1]} " if found else ""
+        if slot:
+            self.slots[port] = f"slot {slot[1] or slot[2]}"
+        hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
+        kind, match = next(hits, ("", None))
+        if match is None or kind == "start":
+            return self.end(port) if kind else []
+        name, done = port + self.slots.get(port, "slot ?"), list[Json]()
+        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+            done = self.finish(name)  # the next task begins
+        task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
-            if value and (name == "eval" or key not in task):
+            if value and (kind in ("eval", "slot") or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if name == "counts" or (name == "eval" and "tokens" not in task and "cached" in task):
+        if kind == "counts" or (kind == "eval" and "tokens" not in task and "cached" in task):
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, self.close(slot)] if name == "eval" else done
+        return [*done, *self.finish(name)] if kind == "eval" else done
 
-    def close(self, slot: tuple[str, str]) -> Json:
-        """The row of a slot's task."""
-        task, port = self.tasks.pop(slot), slot[0]
+    def end(self, port: str = "") -> list[Json]:
+        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
+        names = [name for name in self.tasks if name.startswith(port)]
+        rows = [row for name in names for row in self.finish(name)]
+        self.longest.pop(port, None)
+        return rows
+
+    def finish(self, name: str) -> list[Json]:
+        """The row of a slot's task, if a prompt was seen."""
+        task = self.tasks.pop(name)
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
-        if read is None and tokens is not None and "cached" in task:
+        if tokens is None and read is None:
+            return []
+        if read is None and "cached" in task:
             read = tokens - task["cached"]
-        size, longest = tokens or read or 0, self.longest.get(port, 0)
-        self.longest[port] = max(size, longest)
+        size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
+        self.longest[task["port"]] = max(size, longest)
         mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
         low = sim is None or sim < 0.5
         cause, what = "", "read" if tokens is None or read == tokens else "reused"
@@ -6867,36 +6617,24 @@ class LogReader:
             what = "first prompt of its length"
         elif mostly:
             cause = "low similarity" if low else "not all kept"
-            cause = "no similar slot" if sim is None else cause
+            what = cause = "no similar slot" if sim is None else cause
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
-            cause = "slot cut"
-        what = cause if cause and cause != "full re-processing" else what
-        row = {**INSPECT_ROW, "name": f"port {port} " * bool(port) + f"slot {slot[1]}"}
-        row |= {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return row | {"cause": cause, "what": what}
-
-    def end(self, port: str | None = None) -> list[Json]:
-        """The rows of tasks that no line will end: the log stops here, or the server at a port was
-        started anew."""
-        ended = [slot for slot in self.tasks if port in (None, slot[0])]
-        done = [self.close(slot) for slot in ended if "tokens" in self.tasks[slot]]
-        self.tasks = {slot: task for slot, task in self.tasks.items() if slot not in ended}
-        self.longest.pop(port or "", None)
-        return done
+            what = cause = "slot cut"
+        numbers = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        return [{**INSPECT_ROW, **numbers, "name": name, "cause": cause, "what": what}]
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name that the same fault has on every request: the place, and the words before what
-    changes."""
+    """A name for a fault: the place, and the words before what changes."""
     if verdict.name == "lost":
         return f"lost, {verdict.kind}"
     text = verdict.before or verdict.after
     if verdict.before and verdict.after:
         text = text[: common_prefix(verdict.before, verdict.after)]
     label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
-    label = label if verdict.where != "tools" else ""
     place = "turn" if verdict.where.startswith("turn") else verdict.where
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if re.search(r"\w", label) else "")
+    named = place != "tools" and re.search(r"\w", label)
+    return f"{place}, {verdict.kind}" + (f": {label!r}" if named else "")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -6905,7 +6643,10 @@ def cause_of(verdict: Verdict) -> str:
 def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
+    handler: logging.Handler = logging.StreamHandler()
+    if config.log_file:
+        tell = functools.partial(print, "kvproxy:", file=sys.stderr)
+        handler = PrivateFile("LOG_FILE", config.log_file, tell)
     form = "%(asctime)s %(levelname)s %(request)s%(message)s"
     handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     proxy.log.addHandler(handler)
@@ -6913,10 +6654,9 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
-        print(f"Port {config.listen_port} on {config.listen_host} {why}", file=sys.stderr)
-        return 1
+        return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
     for name, wanted in misspelt(os.environ):
-        proxy.log.warning("the variable %s is no setting: is %s meant?", name, wanted)
+        proxy.log.warning(MISSPELT, name, wanted)
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
     running.acquire()
 
@@ -6945,18 +6685,19 @@ def command_serve(args: Words, config: Config) -> int:
     return 0
 
 
+MISSPELT = "the variable %s is no setting: is %s meant?"
+
+
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen_host, config.listen_host)
-    url = (f"http://[{host}]" if ":" in host else f"http://{host}") + f":{config.listen_port}"
-    there = urllib.parse.urlsplit(url)
-    if "warmup" in members(fetch(there, "/kvproxy/health", 2.0)[1]):
+    url, there = url_of(config.listen_host, config.listen_port), Backend(config)
+    there.url = urllib.parse.urlsplit(url)
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
-    models = listed(members(fetch(there, "/v1/models", 2.0)[1]).get("data"))
-    owner = str(members(next(iter(models), None)).get("owned_by"))
-    if owner in OWNERS:
+    owner = there.describe().get("product")
+    if owner in OWNERS.values():
         line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
-        return f"{OWNERS[owner]} has it. Put kvproxy in front of it: {line}"
+        return f"{owner} has it. Put kvproxy in front of it: {line}"
     return "Set LISTEN_PORT or LISTEN_HOST."
 
 
@@ -7008,6 +6749,8 @@ def read_words(words: Iterable[str]) -> Words:
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
+        elif word in COMMANDS:
+            raise ConfigError(f"one command at a time: {args.command} or {word}")
         else:
             raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
     if args.command == "inspect" and not args.file:
@@ -7018,31 +6761,34 @@ def read_words(words: Iterable[str]) -> Words:
 
 def nearest(word: str) -> str:
     """The command or setting that a word is most like, as the end of a sentence."""
-    if ":" in word:
+    setting, colon, value = word.partition(":")
+    if colon and setting_of(setting.upper()):
+        return f"; write {setting.upper()}={value}"
+    if colon and URL.fullmatch(word):
         return f"; write BACKEND_URL={word}"
-    name = word.strip("-").replace("-", "_").upper()
     names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
-    found = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
     names |= {command.upper(): command for command in COMMANDS}
-    found = found or difflib.get_close_matches(name, names, 2)
+    name = word.strip("-").replace("-", "_").upper()
+    parts = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
+    found = parts or difflib.get_close_matches(name, names, 2)
     told = " or ".join(names[one] for one in found)
     return (f"; nearest: {told}" if told else "") + "; --help lists all"
 
 
 def usage_text() -> str:
     """What --help prints."""
-    width = max(70, min(118, shutil.get_terminal_size().columns - 1))
-    settings = {}
-    for name, default, text in Config.table():
-        settings[name] = text + (f" [{default}]" if default else "")
-    parts = {
+    width = max(40, min(118, shutil.get_terminal_size().columns - 1))
+    settings = {
+        n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
+    }
+    parts: dict[str, dict[str, str]] = {
         "commands": {name: text for name, (_, text) in COMMANDS.items()},
         "options": OPTIONS,
         "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
     }
     lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
     for title, rows in parts.items():
-        lines += ["", title + ":"]
+        lines += ["", textwrap.fill(title + ":", width)]
         for name, text in rows.items():
             lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
@@ -7059,6 +6805,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
             return 0
         run = COMMANDS[args.command or "serve"][0]
+        for name, wanted in misspelt(os.environ) if run is not command_serve else ():
+            print(MISSPELT % (name, wanted), file=sys.stderr)
         return run(args, Config.from_env({**os.environ, **args.settings}))
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
