@@ -2373,14 +2373,17 @@ def call_fields(item: Json) -> list[CallField]:
 
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
-    said = []
+    if isinstance(value, dict):
+        return _sorted_json(value)
+    texts = []
     for part in value if isinstance(value, list) else [value]:
         text = part.get("text") if members(part).get("type") == "text" else part
-        if isinstance(text, str) and text[:1] == "{":
-            with contextlib.suppress(ValueError, RecursionError):
-                text = json.loads(text)
-        said.append(text if isinstance(text, str) else _sorted_json(text))
-    return "\n".join(said)
+        texts.append(text if isinstance(text, str) else _sorted_json(text))
+    said = "\n".join(texts)
+    if said[:1] == "{":
+        with contextlib.suppress(ValueError, RecursionError):
+            return _sorted_json(json.loads(said))
+    return said
 
 
 def beside_texts(turn: Turn) -> tuple[list[int], bool]:

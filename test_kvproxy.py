@@ -5241,18 +5241,18 @@ class RpLock:
 def test_replay_holds_its_locks_for_single_steps() -> None:
     """What is done under them does not grow with a request."""
     most = []
-    with without_collector():  # it may run finalizers at any time
-        for length in (2, 40, 400):
-            desk = RpDesk()
-            lines, tools = RpLock(), RpLock()
-            desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
-            listed = [tool_of("responses", f"{number}") for number in range(length)]
-            turns = [(("user", "assistant")[at % 2], f"{at}") for at in range(length)]
+    for length in (2, 40, 400):
+        desk = RpDesk()
+        lines, tools = RpLock(), RpLock()
+        desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
+        listed = [tool_of("responses", f"{number}") for number in range(length)]
+        turns = [(("user", "assistant")[at % 2], f"{at}") for at in range(length)]
+        with without_collector():
             for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
                 desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
                 turns += [("user", newest.rpartition("\n")[2]), ("assistant", "ok")]
             desk.replay.lines.drop(next(iter(desk.replay.lines.used)))
-            most.append((lines.most, tools.most))
+        most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
 
 
