@@ -1688,11 +1688,21 @@ ANY = Heard("*")  # a capture holds no answers: what the client says next was th
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Line:
+    """A line of requests: its last one, the places that lead to it, and the bytes it takes."""
+
+    record: Record | None = None
+    places: list[int] = dataclasses.field(default_factory=list)
+    size: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
     conversation: str
     newest: int  # place of the answer before the newest user turn
+    line: Line  # which it belongs to, or did
     units: list[Stored] = dataclasses.field(default_factory=list)
     kept: list[int] = dataclasses.field(default_factory=list)  # places of those with turns
     answer: Heard | None = None  # none yet, or an error
@@ -1710,15 +1720,6 @@ class Record:
         return self.relayed[1]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Line:
-    """A line of requests: its last one, the places that lead to it, and the bytes it takes."""
-
-    record: Record | None = None
-    places: list[int] = dataclasses.field(default_factory=list)
-    size: int = 0
-
-
 class Lines:
     """Lines by the places in histories where their requests ended; the least recently used go
     first. The lock is held for single steps, not for work that grows with a request."""
@@ -1729,8 +1730,9 @@ class Lines:
         self.by_place: dict[int, list[Line]] = {}
         self.used: collections.OrderedDict[Line, None] = collections.OrderedDict()
 
-    def put(self, line: Line, record: Record, place: int, size: int) -> None:
-        """Let a line lead to a record, which ends at `place` and takes `size` bytes."""
+    def put(self, record: Record, place: int, size: int) -> None:
+        """Let its line lead to a record, which ends at `place` and takes `size` bytes."""
+        line = record.line
         with self.lock:
             line.record = record
             lines = self.by_place.setdefault(place, [])
@@ -1745,10 +1747,10 @@ class Lines:
         while self.size > self.limit and self.used:
             self.drop(next(iter(self.used)))
 
-    def drop(self, line: Line | None) -> None:
+    def drop(self, line: Line) -> None:
         """Forget a line: its client's next request is read anew."""
         with self.lock:
-            if line is None or line not in self.used:
+            if line not in self.used:
                 return
             del self.used[line]
             self.size -= line.size
@@ -1779,7 +1781,6 @@ class Match(NamedTuple):
 
     depth: int = 0
     record: Record | None = None
-    line: Line | None = None
     answered: bool = False
 
 
@@ -1789,7 +1790,6 @@ class Trace:
 
     conversation: str = ""
     record: Record | None = None
-    line: Line | None = None
     whose: int = 0  # a hash of the client and the dialect
     opening: bytes = b""  # a hash of the first user's words
 
@@ -1922,7 +1922,7 @@ class Replay:
             kept = [at for at in match.record.kept if at < match.depth]
             if sum([restored_bytes(units[at]) for at in kept]) > asker.size + SLACK:
                 if asker.learn:
-                    self.lines.drop(match.line)
+                    self.lines.drop(match.record.line)
                 match, kept = Match(), []
         trace = Trace(whose=whose, opening=opening_of(units))
         record = match.record
@@ -1951,7 +1951,7 @@ class Replay:
         nothing is restored from there on."""
         units = history.units
         best = (0, 0)
-        found: list[tuple[tuple[int, int], Line, Record]] = []
+        found: list[tuple[tuple[int, int], Record]] = []
         edited: list[tuple[int, Line]] = []
         for at in range(len(units) - 1, 0, -1):
             if at <= best[0]:
@@ -1964,7 +1964,7 @@ class Replay:
                     evidence = agreement(record, units[at], at)
                     depth = reach_of(history, record, at, evidence)
                     reach = (depth, evidence if depth == at else 0)
-                    found.append((reach, line, record))
+                    found.append((reach, record))
                     best = max(best, reach)
                     if evidence == 2 and depth < at:
                         edited.append((at, line))
@@ -1975,9 +1975,9 @@ class Replay:
         rivals = [one for one in found if one[0] in (best, (depth, 1))]
         if not depth or evidence == 1:
             return Match()
-        _, line, record = next(one for one in rivals if one[0] == best)
+        record = next(record for reach, record in rivals if reach == best)
         common = depth
-        for _, _, other in rivals:
+        for _, other in rivals:
             for at in range(common if other is not record else 0):
                 mine, theirs = record.units[at], other.units[at]
                 if mine is not theirs and mine != theirs and mine.form() != theirs.form():
@@ -1987,7 +1987,7 @@ class Replay:
             common -= 1  # results go with their calls
         if not common:
             return Match()
-        return Match(common, record, line, common == depth and evidence == 2)
+        return Match(common, record, common == depth and evidence == 2)
 
     def drop_moved(self, history: History, report: Report) -> None:
         """Take out a carrier behind the last answer that says what the one of its kind before it
@@ -2013,9 +2013,12 @@ class Replay:
         units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
-        record = trace.record = Record(trace.conversation, history.newest)
+        record = trace.record = Record(trace.conversation, history.newest, Line())
+        known = match.record
+        if known and known.line.record is known and match.depth == len(known.units):
+            record.line = known.line  # it goes on; else it branches off
         size = 500 + 150 * len(units)
-        before = match.record.units[: match.depth] if match.record is not None else []
+        before = known.units[: match.depth] if known else []
         for at, unit in enumerate(units):
             old = unit.stored
             if old is not None and old.turns is None and old.whole == unit.whole:
@@ -2028,14 +2031,10 @@ class Replay:
             if stored.turns is not None:
                 record.kept.append(at)
                 size += 3 * sum([len(turn.json()) for turn in stored.turns])
-        trace.line = Line()
-        whole = match.record is not None and match.depth == len(match.record.units)
-        if whole and match.line is not None and match.line.record is match.record:
-            trace.line = match.line  # it goes on; else it branches off
         if size <= self.lines.limit >> 1:
-            self.lines.put(trace.line, record, places[len(units) - 1], size)
-        else:
-            self.lines.drop(match.line)
+            self.lines.put(record, places[len(units) - 1], size)
+        elif known:
+            self.lines.drop(known.line)
 
 
 def store(history: History, at: int, heard: bool) -> Stored:
@@ -4836,7 +4835,8 @@ class Proxy:
         if exchange.status >= 400 or failed:
             exchange.error = error_text(first, exchange.request)
         if exchange.status == 400 and CONTEXT_FULL.search(first):
-            self.replay.lines.drop(trace.line)
+            if trace.record:
+                self.replay.lines.drop(trace.record.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
         if exchange.request.path.startswith("/v1/v1/"):
             hint = "kvproxy: /v1 stands there twice: leave it out of the agent's base URL"
