@@ -6159,11 +6159,15 @@ def comparable(raw: bytes | bytearray) -> bool:
 
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
     """A unified diff of two prompts, segment by segment."""
-    found = list[str]()
+    found, places = list[str](), list[tuple[int, int, int, int]]()
     was, now = ([text for _, text in prompt] for prompt in (before, after))
     for tag, low, high, new_low, new_high in difflib.SequenceMatcher(None, was, now).get_opcodes():
-        if tag == "equal":
-            continue
+        if tag == "replace" and high - low == new_high - new_low:
+            more = new_low - low
+            places += [(at, at + 1, at + more, at + more + 1) for at in range(low, high)]
+        elif tag != "equal":
+            places.append((low, high, new_low, new_high))
+    for low, high, new_low, new_high in places:
         names = [name for name, _ in (*before[low:high], *after[new_low:new_high])]
         old = [line for text in was[low:high] for line in text.split("\n")]
         new = [line for text in now[new_low:new_high] for line in text.split("\n")]

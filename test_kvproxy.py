@@ -13807,6 +13807,9 @@ def test_status_difference_shows_each_end() -> None:
         "+clock 1",
     ]
     assert len(diff) < 20 and kvproxy.difference(after, after) == []
+    side_by_side = kvproxy.difference([before[0], before[-1]], [after[0], after[-1]])
+    heads = [row for row in side_by_side if row[:3] in ("---", "+++")]
+    assert [row.split(" ", 1)[1] for row in heads] == ["system"] * 2 + ["turn 300 (user)"] * 2
 
 
 STATUS_HEAVY = {
