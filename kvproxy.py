@@ -5053,6 +5053,7 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
+        self.last: Exchange | None = None  # but for those that count tokens
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (name in METRICS, a value of its label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
@@ -5078,6 +5079,7 @@ class Metrics:
             if report.note:
                 counts["untouched_total", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None or exchange.error:
+                self.last = self.last if exchange.counting else exchange
                 self.keep(exchange)
             if exchange.dialect is not None and exchange.begun:
                 counts["first_bytes_total", ""] += 1
@@ -5131,6 +5133,8 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
+        if not self.recent:  # KEEP_REQUESTS=0
+            exchange.received = exchange.forwarded = None
         self.kept += exchange.size()
         if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
             self.kept = 0
@@ -5955,7 +5959,7 @@ class Pages:
         prompt are for this machine only; others reach it as `host`."""
         metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
         known, server = self.proxy.backend.known, self.server()
-        last = next((one for one in reversed(metrics.recent) if not one.counting), None)
+        last = metrics.last
         if last is not None and (last.error or last.status >= 400 or last.fault.startswith("cut")):
             told = (last.error or last.fault) if near else ""
             if last.status < 400:

@@ -13661,6 +13661,16 @@ def test_status_error_in_the_middle_of_a_stream(rig: MakeRig) -> None:
     assert one.log.lines[0].endswith(" | Compute error.")
 
 
+def test_status_failure_is_told_where_no_requests_are_kept(rig: MakeRig) -> None:
+    one = rig(ex_scripted(400), keep_requests=0)
+    one.post(EX_CHAT_PATH, ex_chat("Quokka"))
+    wait_for(lambda: one.proxy.metrics.number == 1)
+    text = one.get("/kvproxy").body.decode()
+    assert ">The last request failed (400)</p>" in text and "Loading model" in text
+    assert "None are kept" in text and "Quokka" not in text
+    assert one.proxy.metrics.last is not None and one.proxy.metrics.last.received is None
+
+
 def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
     one = rig(lambda link, seen: link.reply({"error": {"message": "no embeddings"}}, 501))
     assert ex_exchange(one, "/v1/embeddings", [{"input": "x"}])[0].error == "no embeddings"
