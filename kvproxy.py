@@ -2176,15 +2176,23 @@ def about(line: str) -> str:
     return form_of(line).partition(":")[0].strip()
 
 
-def withdraws(before: str, after: str) -> bool:
+LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
+
+
+def about_block(line: str) -> str | None:
+    """about() for a block that was seen to vary, where lines without a colon may say anything, and
+    those of listings (None) come and go."""
+    if LISTING.match(line):
+        return None
+    return about(line) if ":" in line else ""
+
+
+def withdraws(before: str, after: str, about: Callable[[str], str | None] = about) -> bool:
     """Whether a text has nothing in the place of a line that it had, which may not stand on."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
     gone = collections.Counter(map(about, (old - new).elements()))
+    gone.pop(None, 0)
     return not gone <= collections.Counter(map(about, (new - old).elements()))
-
-
-def labels_of(text: str) -> set[str]:
-    return {about(line) for line in text.splitlines() if ":" in line}
 
 
 def settle_insertions(
@@ -2214,7 +2222,7 @@ def settle_insertions(
         since[label]
         for label, text in standing.items()
         if label not in wanted
-        or (label.startswith(LEARNED) and labels_of(text) - labels_of(wanted[label]))
+        or (label.startswith(LEARNED) and withdraws(text, wanted[label], about_block))
     ]
     if gone:
         return settle_insertions(history, min(gone), kept, lifted)
@@ -5053,7 +5061,9 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.last: Exchange | None = None  # but for those that count tokens
+        self.failure: tuple[int, str, str] | None = (
+            None  # of the last request: status, error, fault
+        )
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (name in METRICS, a value of its label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
@@ -5079,8 +5089,11 @@ class Metrics:
             if report.note:
                 counts["untouched_total", report.note.split(" (")[0]] += 1
             if exchange.dialect is not None or exchange.error:
-                self.last = self.last if exchange.counting else exchange
                 self.keep(exchange)
+            if exchange.dialect is not None and not exchange.counting:
+                told = exchange.status, exchange.error, exchange.fault
+                failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
+                self.failure = told if failed else None
             if exchange.dialect is not None and exchange.begun:
                 counts["first_bytes_total", ""] += 1
                 counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
@@ -5133,8 +5146,6 @@ class Metrics:
     def keep(self, exchange: Exchange) -> None:
         """Keep a request for the page; the bodies of the oldest go when all take too much."""
         self.recent.append(exchange)
-        if not self.recent:  # KEEP_REQUESTS=0
-            exchange.received = exchange.forwarded = None
         self.kept += exchange.size()
         if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
             self.kept = 0
@@ -5959,17 +5970,17 @@ class Pages:
         prompt are for this machine only; others reach it as `host`."""
         metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
         known, server = self.proxy.backend.known, self.server()
-        last = metrics.last
-        if last is not None and (last.error or last.status >= 400 or last.fault.startswith("cut")):
-            told = (last.error or last.fault) if near else ""
-            if last.status < 400:
+        if metrics.failure is not None:
+            status, error, fault = metrics.failure
+            told = (error or fault) if near else ""
+            if status < 400:
                 return "The last answer broke off", "bad", told, ""
-            if last.status not in (502, 503, 504) or (last.error and last.status != 503):
-                return f"The last request failed ({last.status})", "bad", told, ""
+            if status not in (502, 503, 504) or (error and status != 503):
+                return f"The last request failed ({status})", "bad", told, ""
             if known and "state" not in known:
                 return "The model server answers again", "fair", server, ""
-            words = "is not ready" if last.status == 503 else "does not answer"
-            return f"The model server {words} ({last.status})", "bad", told, ""
+            words = "is not ready" if status == 503 else "does not answer"
+            return f"The model server {words} ({status})", "bad", told, ""
         if not metrics.window:
             if metrics.judged and not metrics.reported:
                 return "The server does not report what it reused", "fair", "", ""
