@@ -3351,6 +3351,48 @@ IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can
 ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
 
 
+def chat_of(view: View) -> Json:
+    """A Messages or Responses body as the chat that llama-server makes of it: /apply-template takes
+    no other."""
+    messages: list[Json] = [{"role": "system", "content": turn.text()} for turn in view.head]
+    for turn in view.turns:
+        item, said, made = turn.item or {}, turn.text(), list[Json]()
+        for call in call_fields(item):
+            ident = call.holder.get(call.key)
+            if call.named is not None:
+                function = {"name": call.named.get("name"), "arguments": call.said}
+                made.append({"type": "function", "id": ident, "function": function})
+            else:
+                result = said if turn.key == "output" else call.said
+                messages.append({"role": "tool", "tool_call_id": ident, "content": result})
+        parts = [*listed(item.get("content")), *listed(item.get("summary"))]
+        parts = [part for part in map(members, parts) if part.get("type") in THOUGHTS]
+        thought = "".join(str(part.get("thinking") or part.get("text") or "") for part in parts)
+        role = "assistant" if turn.role == "reasoning" else turn.role
+        if role == "tool" or not (said or made or thought):
+            continue
+        if role != "assistant" or not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": ""})
+        last = messages[-1]  # an answer may have several items
+        last["content"] += said
+        if made:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *made]
+        if thought:
+            last["reasoning_content"] = last.get("reasoning_content", "") + thought
+    tools = [
+        {"type": "function", "function": {**bare(one), "parameters": one.get("input_schema")}}
+        if "input_schema" in one
+        else {"type": "function", "function": one}
+        for one in map(members, listed(view.body.get("tools")))
+    ]
+    kept = {key: value for key, value in view.body.items() if key in FOR_TEMPLATES}
+    return {**kept, "messages": messages, **({"tools": tools} if tools else {})}
+
+
+THOUGHTS = ("thinking", "reasoning_text", "summary_text")  # types of parts
+FOR_TEMPLATES = ("chat_template_kwargs", "reasoning_effort")
+
+
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
     """Give the verdict `template` if a server renders old turns in another way than before.
     `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
@@ -4900,9 +4942,8 @@ class Proxy:
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base = case.verdict, case.base
-        if exchange.dialect is not DIALECTS["chat/completions"]:
-            only_chat = OR_TEMPLATE + " (/apply-template tells that of chat completions only)"
-            verdict.advice = verdict.advice.replace(OR_TEMPLATE, only_chat)
+        dialect = exchange.dialect
+        if dialect is None or not dialect.edited:
             return
         with self.metrics.guard:
             before = [one for one in self.metrics.recent if base and one.number == base.number]
@@ -4911,6 +4952,8 @@ class Proxy:
         prompts = list[str]()
         for one in (*before, exchange):
             body = bytes(one.forwarded or b"")
+            if dialect.name != "chat":
+                body = dump(chat_of(view_of(parse(body), dialect)))
             answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)

@@ -8405,26 +8405,58 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
 
 
-def test_explain_template_of_other_bodies_than_chats(rig: MakeRig) -> None:
-    """The server renders chats only; so the template stays a possible cause."""
-    one = rig(ex_scripted((0, 1000, 1.0), (0, 1100, 1.0)))
-    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a line"}
-    turns: list[Any] = [
-        {"role": "user", "content": EX_HI},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-        {"role": "assistant", "content": "Done."},
-        {"role": "user", "content": "Thanks."},
-    ]
-    bodies = [{"system": EX_LONG, "messages": turns[:count], "stream": True} for count in (3, 5)]
-    found = ex_exchange(one, "/v1/messages", bodies)
-    assert found[1].verdict.name == "lost"
-    assert found[1].verdict.advice.endswith(
-        "; or else the chat template renders old turns in another way now"
-        " (/apply-template tells that of chat completions only)"
-    )
-    assert {seen.target for seen in one.server.seen} <= {"/v1/messages", "/props", "/v1/models"}
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+def test_explain_template_of_other_bodies_than_chats(rig: MakeRig, dialect: str) -> None:
+    """They are rendered as the chats that the server makes of them."""
+    scripted = ex_scripted((0, 1000, 1.0), (0, 1100, 1.0))
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/apply-template":
+            return link.reply({"prompt": ex_template(seen.json())})
+        return scripted(link, seen)
+
+    one = rig(script)
+    turns: list[Turn] = [("user", EX_HI), ("calls", ["t1"]), ("results", ["t1"])]
+    bodies = [body_of(dialect, *turns, system=EX_LONG, tools=[tool_of(dialect, "look")])]
+    turns += [("assistant", "Done."), ("user", "Thanks.")]
+    bodies += [body_of(dialect, *turns, system=EX_LONG, tools=[tool_of(dialect, "look")])]
+    verdict = ex_exchange(one, PATHS[dialect], bodies)[1].verdict
+    assert verdict is not None and verdict.name == "template"
+    assert verdict.where.endswith(" (assistant)") and "<think>" in verdict.before
+    chats = [seen.json() for seen in one.server.seen if seen.target == "/apply-template"]
+    roles = [[message["role"] for message in chat["messages"]] for chat in chats]
+    assert roles[0] == ["system", "user", "assistant", "tool"]
+    assert roles[1] == [*roles[0], "assistant", "user"]
+    call = chats[0]["messages"][2]["tool_calls"][0]
+    assert call["function"]["name"] == "look" and call["id"] == "t1"
+    assert chats[0]["messages"][3]["tool_call_id"] == "t1"
+    assert chats[0]["tools"][0]["function"]["parameters"]
+
+
+def test_explain_chat_of_an_answer_in_several_items() -> None:
+    thought = {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    body = {
+        "input": [
+            {"role": "user", "content": "hi"},
+            thought,
+            {"role": "assistant", "content": "So"},
+            call,
+        ]
+    }
+    view = kvproxy.view_of(body, kvproxy.DIALECTS["responses"])
+    function = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    answer = {
+        "role": "assistant",
+        "content": "So",
+        "tool_calls": [function],
+        "reasoning_content": "hm",
+    }
+    assert kvproxy.chat_of(view) == {"messages": [{"role": "user", "content": "hi"}, answer]}
 
 
 def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> None:
