@@ -45,6 +45,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import errno
 import functools
 import hashlib
 import html
@@ -4604,14 +4605,17 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """The library's asks DNS for this machine's name, which may take a minute."""
+        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError:  # no descriptor is left, as a rule
-            self.make_room()
-            time.sleep(0.05)  # socketserver would try again at once and burn a core
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
+                time.sleep(0.05)  # socketserver would try again at once and burn a core
             raise
 
     def hold(self, size: int) -> bool:
