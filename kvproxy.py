@@ -1515,11 +1515,11 @@ TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)")
 
 def program_tail(text: str) -> re.Match[str] | None:
     """The block at the end of a text that a program may have written."""
-    starts = [at + 2] if (at := text.rfind("\n\n")) >= 0 else []
+    window = max(0, len(text) - PROGRAM_BLOCK)
+    starts = [at + 2] if (at := text.rfind("\n\n", window)) >= 0 else []
     if text.endswith((">", "}", "`", "]")):
-        window = max(0, len(text) - PROGRAM_BLOCK)
         starts += [one.end() for one in TAIL_START.finditer(text, window)][-8:]
-    return next(filter(None, [PROGRAM_TAIL.match(text, at) for at in reversed(starts)]), None)
+    return next(filter(None, (PROGRAM_TAIL.match(text, at) for at in reversed(starts))), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
@@ -1832,8 +1832,9 @@ class Replay:
     def read(self, turn: Turn) -> Said:
         if turn.role == "reasoning":
             return SILENT
-        calls = tuple([one.call() for one in call_fields(turn.item or {})])
-        beside, more = beside_texts(turn)
+        fields = call_fields(turn.item or {})
+        calls = tuple([one.call() for one in fields])
+        beside, more = beside_texts(turn, fields)
         plain_text = turn.text().strip()
         if turn.item is not None and turn.item.get("role") != "user":
             said = hash((turn.role, plain_text, *beside))
@@ -2188,12 +2189,13 @@ def about_block(line: str) -> str | None:
     return about(line) if ":" in line else ""
 
 
-def withdraws(before: str, after: str, about: Callable[[str], str | None] = about) -> bool:
-    """Whether a text has nothing in the place of a line that it had, which may not stand on."""
+def withdraws(before: str, after: str, label: Callable[[str], str | None] = about) -> bool:
+    """Whether a text has nothing in the place of a line that it had, which may not stand on: no
+    other line with its `label`."""
     old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    gone = collections.Counter(map(about, (old - new).elements()))
+    gone = collections.Counter(map(label, (old - new).elements()))
     gone.pop(None, 0)
-    return not gone <= collections.Counter(map(about, (new - old).elements()))
+    return not gone <= collections.Counter(map(label, (new - old).elements()))
 
 
 def settle_insertions(
@@ -2399,11 +2401,11 @@ def canonical(value: Any) -> str:
     return said
 
 
-def beside_texts(turn: Turn) -> tuple[list[int], bool]:
-    """Hashes of what a turn says beside its texts, and whether more than calls or results is among
-    it: images, a name."""
+def beside_texts(turn: Turn, fields: Iterable[CallField] = ()) -> tuple[list[int], bool]:
+    """Hashes of what a turn says beside its texts (`fields`: its calls and results), and whether
+    more is among it: images, a name."""
     item, content = turn.item or {}, turn.holder.get(turn.key)
-    said = [hash((plain(one.holder.get(one.key)), one.said)) for one in call_fields(item)]
+    said = [hash((plain(one.holder.get(one.key)), one.said)) for one in fields]
     count = len(said)
     for part in map(members, content if isinstance(content, list) else [content]):
         if part and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
@@ -3381,9 +3383,7 @@ def chat_of(view: View) -> Json:
         if thought:
             last["reasoning_content"] = last.get("reasoning_content", "") + thought
     tools = [
-        {"type": "function", "function": {**bare(one), "parameters": one.get("input_schema")}}
-        if "input_schema" in one
-        else {"type": "function", "function": one}
+        {"type": "function", "function": {"parameters": one.get("input_schema"), **bare(one)}}
         for one in map(members, listed(view.body.get("tools")))
     ]
     kept = {key: value for key, value in view.body.items() if key in FOR_TEMPLATES}
@@ -4468,7 +4468,8 @@ class Backend:
             return
         try:
             if "product" in self.known and "state" not in self.known:
-                self.connect().close()
+                with contextlib.closing(http_connection(self.locate(), 1.0)) as connection:
+                    connection.connect()
             elif not self.describe(1.0):
                 raise ConnectionRefusedError
         except OSError:
@@ -4875,8 +4876,9 @@ class Proxy:
         answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
         first, last = tap.windows() if tap is not None else (b"", b"")
         events = answer_events(first, last) if answered and exchange.dialect is not None else []
-        if failed := next((one for one in itertools.chain(*events) if one.get("error")), None):
-            answered, first = False, dump(failed)  # in the middle of a stream
+        broken = next((one for one in itertools.chain(*events) if one.get("error")), None)
+        if broken is not None:  # in the middle of a stream
+            answered, first = False, dump(broken)
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
@@ -4886,9 +4888,9 @@ class Proxy:
             trace.record.tap = None
             if trace.record.answer:
                 self.replay.answered(trace, trace.record.answer)
-        if exchange.status >= 400 or failed:
+        if exchange.status >= 400 or broken is not None:
             exchange.error = error_text(first, exchange.request)
-        if exchange.status == 400 and CONTEXT_FULL.search(first):
+        if (exchange.status == 400 or broken is not None) and CONTEXT_FULL.search(first):
             if trace.record:
                 self.replay.lines.drop(trace.record.line)
             exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
@@ -4909,7 +4911,8 @@ class Proxy:
         exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a verdict; write page, metrics, log and capture. `ask`: the idle server."""
+        """Settle a verdict; write page, metrics, log and capture. `ask`: once the server is idle,
+        have it tell its slots, and how it renders the prompts."""
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
@@ -5486,7 +5489,8 @@ class Warmup:
         self.agents: dict[str, Agent] = {}
         self.prefill: Prefill | None = None  # the one that is under way
         self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
-        self.guard = threading.Lock()  # of all these, and of the file
+        self.guard = threading.Lock()  # of all these
+        self.writing = threading.Lock()  # the file; requests on their way need the other one
         self.lost_at = proxy.backend.lost_at
         self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
@@ -5625,13 +5629,16 @@ class Warmup:
             self.heads[key] = head
             if len(self.heads) > self.config.warmup_heads:
                 del self.heads[next(iter(self.heads))]
+        with self.writing:
             if written != self.written and self.path:
                 self.written = written
                 self.write(written[1])
 
     def write(self, shapes: list[Shape]) -> None:
         """Write the file, whole or not at all."""
-        heads = {key: {"path": one.path, "body": one.view.body} for key, one in self.heads.items()}
+        with self.guard:
+            kept = dict(self.heads)
+        heads = {key: {"path": one.path, "body": one.view.body} for key, one in kept.items()}
         learned = {"learned": shapes} if shapes else {}
         name = self.path + ".tmp"
         try:
@@ -6336,9 +6343,6 @@ def compare(args: Words, config: Config, name: str, then: str) -> None:
         print(json.dumps(found))
 
 
-RUNS = ("straight", "through")
-
-
 def measure(args: Words, config: Config, name: str) -> Json:
     """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
     total = args.tokens * (args.turns + 1)
@@ -6361,11 +6365,8 @@ def measure(args: Words, config: Config, name: str) -> Json:
     ratio = before / after if after else None
     if ratio is not None:
         print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
-    return {
-        "simulated": args.command == "demo",
-        **dict(zip(RUNS, runs, strict=True)),
-        "ratio": ratio,
-    }
+    told = {"simulated": args.command == "demo", "straight": runs[0], "through": runs[1]}
+    return {**told, "ratio": ratio}
 
 
 def next_steps(config: Config, url: str) -> str:

@@ -3767,7 +3767,7 @@ LN_VALUES: dict[str, Callable[[random.Random, int], str]] = {  # of a kind, the 
     "uuid": lambda rng, n: f"{n:08x}-0000-4000-8000-{rng.getrandbits(48):012x}",
     "hash": lambda rng, n: f"{rng.getrandbits(64) | 1 << 63:x}a1",
     "number": lambda rng, n: str(10**9 + n),
-    "folder": lambda rng, n: f"/tmp/run-{rng.getrandbits(48) | 1 << 47:x}b2/files",
+    "folder": lambda rng, n: f"/srv/run-{rng.getrandbits(48) | 1 << 47:x}b2/files",
     "short": lambda rng, n: str(n),
     "label": lambda rng, n: f"{LN_WORDS[n % 13]}{n:03d}",
 }
@@ -4588,6 +4588,12 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
     assert rp_told(client.send(turns, "B"), "Mode")[-1] == "write"
     turns = [mode("ask twice", "one"), *turns[1:], ("assistant", "B"), ("user", "three")]
     assert rp_told(client.send(turns, "C"), "Mode")[-1] == "write"
+
+
+@pytest.mark.parametrize("length", [4000, 12000])
+def test_replay_block_at_the_end_that_is_long_is_the_persons(length: int) -> None:
+    text = "Look at this.\n\n<page>\n" + "a line of it\n" * (length // 13) + "</page>"
+    assert bool(kvproxy.strip_programs(text)[0]) == (length < kvproxy.PROGRAM_BLOCK)
 
 
 @pytest.mark.parametrize(("before", "after", "withdrawn"), [
@@ -13709,6 +13715,20 @@ def test_status_failure_is_told_where_no_requests_are_kept(rig: MakeRig) -> None
     text = one.get("/kvproxy").body.decode()
     assert ">The last request failed (400)</p>" in text and "Loading model" in text
     assert "None are kept" in text and "Quokka" not in text
+
+
+def test_server_full_context_in_the_middle_of_a_stream(rig: MakeRig) -> None:
+    """The line is let go of, as where it is the answer's status."""
+
+    def script(link: Link, seen: Seen) -> None:
+        link.stream()
+        text = "the request exceeds the available context size"
+        link.event({"error": {"code": 400, "message": text}})
+        link.finish()
+
+    one = rig(script)
+    found = ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI, stream=True)])
+    assert "raise -c" in found[0].error and not one.proxy.replay.lines.used
 
 
 def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
