@@ -97,7 +97,7 @@ Json = dict[str, Any]
 
 
 class ConfigError(ValueError):
-    """A setting has a value that cannot be used; the message says which, and what is allowed."""
+    """A setting cannot have this value; the message says what is allowed."""
 
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
@@ -107,42 +107,43 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; the environment variable of the same name is in upper case. Raises ConfigError
-    for a value that is not allowed: Config(listen_port=1235), Config.from_env(os.environ)."""
+    """Every setting; its environment variable has the same name in upper case. Raises ConfigError.
+    Examples: Config(listen_port=1235), Config.from_env(os.environ)."""
 
-    listen_host: str = setting("127.0.0.1", "address; 0.0.0.0 lets other machines in")
-    listen_port: int = setting(1234, "port to listen on; 0 takes any free one", 0, 65535)
-    backend_url: str = setting("", "server; unset: what answers on 127.0.0.1:8080, :9931 or :12345")
-    scrub: bool = setting(True, "0 forwards every body as it came: a pure logger")
-    strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
-    strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
-    strip_billing: bool = setting(True, "drop Claude Code's billing header from the system prompt")
-    strip_regex: tuple[str, ...] = setting((), "remove this from system and user")
-    system_first: bool = setting(True, "one system text in front; later ones become reminders")
-    lift: bool = setting(True, "move clocks, dates and git status from system to the newest turn")
-    learn: bool = setting(True, "find what varies by comparing requests; 0: by names alone")
-    lift_regex: tuple[str, ...] = setting((), "a line of the system prompt to lift")
-    replay: bool = setting(True, "send history again as it was sent first; LIFT needs it")
-    replay_regex: tuple[str, ...] = setting((), "what comes and goes in user turns")
-    replay_mb: int = setting(64, "MB for replay, and as many for turns read before", 1, 65536)
-    ledger_mb: int = setting(64, "MB for the prompts that explain compares with", 1, 65536)
-    keep_requests: int = setting(50, "requests kept for the status page, with bodies", 0, 10000)
-    warn_reuse: float = setting(0.5, "warn below this hit rate of the last 20 requests", 0, 1)
-    capture_file: str = setting("", "append every request to this file (JSON lines, no secrets)")
-    capture_mb: int = setting(100, "MB at which it is rotated; one old one is kept", 1, 1000000)
-    warmup_file: str = setting("", "remember recent heads here, and read them in after a start")
-    warmup_heads: int = setting(4, "how many heads are remembered", 1, 64)
-    keepalive_seconds: int = setting(0, "idle seconds until the newest head is sent", 0, 864000)
-    prefill_ahead: str = setting("auto", "have the next prompt read in idle time", "auto", "0", "1")
+    listen_host: str = setting("127.0.0.1", "0.0.0.0 lets other machines in")
+    listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
+    backend_url: str = setting("", "unset: what answers on port 8080, 9931 or 12345")
+    scrub: bool = setting(True, "0 edits nothing")
+    strip_message_ids: bool = setting(True, "drop OpenClaw's message ids")
+    strip_billing: bool = setting(True, "drop Claude Code's billing header")
+    strip_regex: tuple[str, ...] = setting(
+        (), "cut out of system and user; more: STRIP_REGEX_2, ..."
+    )
+    system_first: bool = setting(True, "one system text, at the front")
+    lift: bool = setting(True, "move what varies from system to the newest turn")
+    learn: bool = setting(True, "find what varies by comparing requests")
+    lift_regex: tuple[str, ...] = setting((), "lift lines like this; more: LIFT_REGEX_2, ...")
+    replay: bool = setting(True, "send history as it was sent first; LIFT needs it")
+    replay_regex: tuple[str, ...] = setting((), "what comes and goes; more: REPLAY_REGEX_2, ...")
+    replay_mb: int = setting(64, "MB for replay, and as many for turns", 1, 65536)
+    ledger_mb: int = setting(64, "MB for prompts to compare with", 1, 65536)
+    keep_requests: int = setting(50, "requests on the status page", 0, 10000)
+    warn_reuse: float = setting(0.5, "warn below this hit rate of 20 requests", 0, 1)
+    capture_file: str = setting("", "append requests to this file (no secrets)")
+    capture_mb: int = setting(100, "MB at which it is rotated", 1, 1000000)
+    warmup_file: str = setting("", "remember heads here for the next start")
+    warmup_heads: int = setting(4, "how many heads", 1, 64)
+    keepalive_seconds: int = setting(0, "idle seconds until a head is sent", 0, 864000)
+    prefill_ahead: str = setting("auto", "read the next prompt in idle time", "auto", "0", "1")
     prefill_ahead_seconds: float = setting(0.5, "idle seconds before that", 0.05, 3600)
-    connect_timeout: float = setting(5.0, "seconds to wait for a connection", 0.05, 600)
+    connect_timeout: float = setting(5.0, "seconds for a connection", 0.05, 600)
     read_timeout: float = setting(3600.0, "seconds without a byte from the server", 0.05, 864000)
     header_timeout: float = setting(15.0, "seconds for a request's head", 0.05, 3600)
     max_body_mb: int = setting(100, "largest request body in MB", 1, 65536)
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
-    allowed_hosts: str = setting("", "more names that the Host header may carry, between commas")
+    allowed_hosts: str = setting("", "more Host names, between commas")
     log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
-    log_file: str = setting("", "append the log to this file (mode 0600); unset: stderr")
+    log_file: str = setting("", "append the log to this file; unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -156,12 +157,11 @@ class Config:
         hosts = {url.hostname or "", self.listen_host.lower()}
         here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
         if port == self.listen_port and (here or len(hosts) == 1):
-            fault = "must not be kvproxy's own address; set LISTEN_PORT"
-            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: {fault}")
+            raise ConfigError(f"BACKEND_URL={self.backend_url!r}: own address; set LISTEN_PORT")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """The settings found in `environ` (usually os.environ). An empty value counts as unset."""
+        """The settings found in `environ`; an empty value counts as unset."""
         values: dict[str, Any] = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
@@ -173,76 +173,65 @@ class Config:
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
         """(variable, default, meaning) of every setting, for --help and the README."""
-        rows = []
+        rows: list[tuple[str, str, str]] = []
         for item in dataclasses.fields(cls):
-            name, default, about = item.name.upper(), item.default, item.metadata["help"]
-            if default == ():
-                default, about = "", f"{about}; more: {name}_2, _3, ..."
-            rows.append((name, default if type(default) is str else f"{default:g}", about))
+            default: Any = "" if item.default == () else item.default
+            shown = default if isinstance(default, str) else f"{default:g}"
+            rows.append((item.name.upper(), shown, item.metadata["help"]))
         return rows
 
 
-VARIABLE = re.compile("([A-Z_]+?)(_[0-9]+)?")
 _NAME = r"[\w-]{1,63}(?:\.[\w-]{1,63})*\.?"
 _IPV6 = r"[0-9a-fA-F.]*:[0-9a-fA-F:.]*(?:%\w+)?"
-IS_HOST = re.compile(rf"{_NAME}|{_IPV6}", re.ASCII)
-URL = re.compile(
-    rf"(https?://)?(?:{_NAME}|\[{_IPV6}\])(?::([1-9]\d{{0,4}}))?(?:/[!\"$->@-~]*)?", re.ASCII
-)
-_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True)
-_WORDS |= dict.fromkeys(("0", "false", "no", "off"), False)
-_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text", tuple: "texts"}
+_PORT = r"(?::([1-9]\d{0,4}))?"
+URL = re.compile(rf"(https?://)?(?:{_NAME}|\[{_IPV6}\]){_PORT}(?:/[!\"$->@-~]*)?", re.ASCII)
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 
 def setting_of(variable: str) -> dataclasses.Field[Any] | None:
     """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
-    match = VARIABLE.fullmatch(variable)
+    match = re.fullmatch("([A-Z_]+?)(_[0-9]+)?", variable)
     item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
     return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that were most likely meant to be a setting: a letter is
-    missing, too many, another or in the wrong place."""
+    """(variable, setting) of variables that are most likely meant to be a setting."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
-        for name in names if not setting_of(variable) else ():
-            if abs(len(name) - len(bare)) <= 1:
-                likeness = difflib.SequenceMatcher(None, bare, name).ratio()
-                if likeness >= 1 - 1 / len(name):
-                    yield variable, name
+        for name in difflib.get_close_matches(bare, names, 1, 0.8):
+            if abs(len(name) - len(bare)) <= 1 and not setting_of(variable):
+                yield variable, name
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
     """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
     kind: Any = type(item.default)
     allowed = item.metadata["allowed"]
-    try:
-        if kind is bool:
-            value = _WORDS[str(value).lower()]
-        elif kind in (int, float):
+    if kind is bool and str(value).lower() in _ON + _OFF:
+        value = str(value).lower() in _ON
+    elif kind in (int, float):
+        with suppress(ValueError):
             value = kind(str(value))
-        elif not isinstance(value, kind):
-            raise TypeError
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"must be {_TYPES[kind]}") from None
-    if kind is tuple:
-        for pattern in value:
-            re.compile(pattern)
-    elif kind is str and allowed:
+    if type(value) is not kind:
+        raise ValueError(f"must be {_TYPES.get(kind, 'text')}")
+    for pattern in value if kind is tuple else ():
+        re.compile(pattern)
+    if kind is str and allowed:
         value = value.lower()
         if value not in allowed:
             raise ValueError("must be one of " + ", ".join(allowed))
     elif allowed and not allowed[0] <= value <= allowed[1]:  # NaN fails both comparisons
         raise ValueError(f"must be from {allowed[0]} to {allowed[1]}")
-    elif item.name == "listen_host" and not IS_HOST.fullmatch(value):
+    elif item.name == "listen_host" and not re.fullmatch(f"{_NAME}|{_IPV6}", value, re.ASCII):
         raise ValueError("must be an address or a host name")
     elif item.name == "backend_url" and value:
-        found = URL.fullmatch(value)
-        if not found or not any(found.groups()) or int(found[2] or 80) > 65535:
+        url = URL.fullmatch(value)
+        if not url or not any(url.groups()) or int(url[2] or 80) > 65535:
             raise ValueError("must be http://host[:port][/prefix] or https://...")
-        value = value if found[1] else "http://" + value
+        value = value if url[1] else "http://" + value
     return value
 
 
@@ -252,12 +241,12 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
 
 
 class Dialect(NamedTuple):
-    """A request's shape: the body's keys for system text and turns, the type of a text part."""
+    """The shape of a request."""
 
     name: str
-    system: str
-    turns: str
-    text: str
+    system: str  # key of the system text, if any
+    turns: str  # key of the list
+    text: str  # type of a text part
     edited: bool
 
 
@@ -268,21 +257,21 @@ DIALECTS = {
     "completions": Dialect("completions", "", "prompt", "", False),
     "completion": Dialect("completions", "", "prompt", "", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) count what the other path would read.
+# count_tokens (Anthropic) and input_tokens (llama-server) only count.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
-UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking",
-                "reasoning", "reasoning_text", "summary_text")  # fmt: skip
+THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
+UNSAID_PARTS = TEXT_PARTS + THOUGHT_PARTS
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
-ROLES |= {"developer": "system", "function": "tool", "function_call": "assistant"}
-ROLES |= {"function_call_output": "tool", "custom_tool_call": "assistant"}  # Responses items
-ROLES |= {"custom_tool_call_output": "tool"}
+ROLES |= dict.fromkeys(("function_call", "custom_tool_call"), "assistant")  # Responses items
+ROLES |= dict.fromkeys(("function", "function_call_output", "custom_tool_call_output"), "tool")
+ROLES["developer"] = "system"
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
-    """The dialect of a request path (query and all), and whether the path only counts tokens."""
+    """The dialect of a request path, and whether that only counts tokens."""
     found = DIALECT_PATH.fullmatch(path.split("?", 1)[0])
     return (DIALECTS[found[1]], bool(found[2])) if found else (None, False)
 
@@ -298,38 +287,29 @@ class Slot(NamedTuple):
         return self.holder[self.key]  # type: ignore[no-any-return]
 
     def set(self, text: Any) -> None:
-        """Replace it, and forget what was found out about the turn."""
+        """Replace it, and forget what was known of the turn."""
         self.holder[self.key], turn = text, self.turn
-        turn.raw = turn.scrubbed = turn.said = turn.told = None
+        turn.raw = turn.said = turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt: its content `holder[key]`, its JSON object in the list `item`, or
-    None for text beside it. Requests share turns, with what was found out, so edit own() copies
-    only."""
+    """One entry of a prompt. Requests share turns: edit own() copies only."""
 
-    role: str  # system (developer, too), user, assistant, tool, reasoning, other
+    role: str  # one of ROLES, or other
     holder: Json
-    key: str
-    item: Json | None
-    raw: bytes | None = None  # the item as JSON
-    scrubbed: tuple[bool, Turn | None, collections.Counter[str]] | None = None  # see Scrubber
+    key: str  # holder[key] is the content
+    item: Json | None  # the entry of the list; None for text beside the list
+    raw: bytes | None = None  # see json()
     said: Said | None = None  # for Replay
-    told: str | None = None  # for the ledger: all that the server reads of it
+    told: str | None = None  # for the ledger
 
     def own(self) -> Turn:
-        """A copy that may be edited."""
-        if self.item is None:
-            return self
-        item = dict(self.item)
+        """A copy that may be edited; for text beside the list, with parts that may be edited."""
+        item = dict(self.item) if self.item is not None else self.holder
         if isinstance(content := item.get(self.key), list):
             item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
-        return Turn(self.role, item, self.key, item)
-
-    def refit(self, content: Any) -> None:
-        """Replace the content as a whole."""
-        Slot(self, self.holder, self.key).set(content)
+        return self if self.item is None else Turn(self.role, item, self.key, item)
 
     def json(self) -> bytes:
         """The item as JSON: as it came, if nobody changed it."""
@@ -340,9 +320,7 @@ class Turn:
     def slots(self) -> list[Slot]:
         """The texts that a person or the client wrote, not tool calls and their results."""
         content = self.holder.get(self.key)
-        if isinstance(content, str):
-            return [Slot(self, self.holder, self.key)]
-        found = []
+        found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
         for index, part in enumerate(listed(content)):
             if isinstance(part, str):
                 found.append(Slot(self, content, index))
@@ -356,47 +334,37 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns. `head` is system text beside the list; `turns` are the list's
-    entries as they are now, `body` has them as they came."""
+    """A request body as turns."""
 
-    body: Json
+    body: Json  # as it came
     dialect: Dialect
-    head: list[Turn]
-    turns: list[Turn]
+    head: list[Turn]  # system text beside the list
+    turns: list[Turn]  # entries of the list
 
     def leading(self) -> int:
         """How many turns at the start of the list are system messages."""
-        for count, turn in enumerate(self.turns):
-            if turn.role != "system":
-                return count
-        return len(self.turns)
+        later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
+        return next(later, len(self.turns))
 
     def system(self) -> list[Turn]:
         """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
-
-    def replace(self, turn: Turn, new: Turn) -> Turn:
-        """Put a changed turn in a turn's place."""
-        if new is not turn:
-            self.turns[self.turns.index(turn)] = new
-        return new
 
     def dump(self) -> bytes:
         """The body as JSON, with the turns that nobody changed in the bytes they came in."""
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
-        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(b'"%s"' % HOLE.encode())
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(dump(HOLE))
         return b"".join((front, b"[", turns, b"]", end))
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of `messages` or `input`. An Anthropic user message that only carries
-    tool results has the role tool. Raises Unreadable."""
-    name, parts = item["role"] if "role" in item else item.get("type"), listed(item.get("content"))
-    role = ROLES.get(str(name), "other")  # str: a client may send what cannot be hashed
+    """A turn from an entry of the list; an Anthropic user message of tool results has role tool."""
+    role = ROLES.get(str(item.get("role", item.get("type"))), "other")  # it may be unhashable
+    parts = listed(item.get("content"))
     check_limit("parts of a turn", len(parts))
-    if parts and role == "user":
+    if role == "user" and parts:
         results = all(members(part).get("type") == "tool_result" for part in parts)
         role = "tool" if results else role
     key = "output" if "output" in item and "content" not in item else "content"
@@ -406,9 +374,8 @@ def turn_of(item: Json) -> Turn:
 def view_of(body: Any, dialect: Dialect) -> View:
     """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
     body = members(body)
-    items, head = body.get(dialect.turns), []
-    if dialect.system and body.get(dialect.system):
-        head = [Turn("system", body, dialect.system, None)]
+    items, beside = body.get(dialect.turns), dialect.system and body.get(dialect.system)
+    head = [Turn("system", body, dialect.system, None)] if beside else []
     if isinstance(items, str) and dialect.turns != "messages":
         turns = [Turn("user", body, dialect.turns, None)]
     elif isinstance(items, list) and dialect.turns == "prompt":
@@ -423,61 +390,43 @@ def view_of(body: Any, dialect: Dialect) -> View:
 
 
 def goes_on_elsewhere(view: View) -> bool:
-    """Whether the server holds a part of the prompt: a stored response, or items by reference."""
-    if view.dialect.name != "responses":
-        return False
+    """Whether the server holds a part of the prompt."""
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
-    return bool(stored) or any(
-        (turn.item or {}).get("type") == "item_reference" for turn in view.turns
-    )
-
-
-def guess_dialect(body: Any) -> Dialect:
-    """The dialect that a body is most likely in, when no path tells."""
-    keys = members(body)
-    if "messages" in keys:
-        return DIALECTS["messages" if "system" in keys else "chat/completions"]
-    return DIALECTS["responses" if "input" in keys else "completions"]
+    types = [members(turn.item).get("type") for turn in view.turns]
+    return view.dialect.name == "responses" and bool(stored or "item_reference" in types)
 
 
 class Unreadable(ValueError):
-    """The body is forwarded as it came; the message says why."""
+    """The message says why a body is forwarded as it came."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise Unreadable("duplicate keys")
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("duplicate keys")
     return found
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise Unreadable(f"no finite number ({text[:20]})")
+    if not math.isfinite(number := float(text)):
+        raise ValueError("a number that is not finite")
     return number
 
 
 _FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
 _strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
-_parse_at = _strict.raw_decode
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-PARSE_LIMIT = 32 << 20  # bytes; parsing takes several times that, and no model reads so much
+PARSE_LIMIT = 32 << 20  # bytes; no model reads so much
 
 
-def parse(raw: bytes | bytearray | str) -> Json:
-    """The JSON object in `raw`. Raises Unreadable for all that could not be written again with the
-    same meaning."""
+def parse(raw: bytes | bytearray) -> Json:
+    """The JSON object in `raw`. Raises Unreadable if it could not be written again as it means."""
     if len(raw) > PARSE_LIMIT:
-        raise Unreadable(f"longer than {PARSE_LIMIT >> 20} MB")
+        raise Unreadable("longer than 32 MB")
     try:
-        body = _strict.decode(raw if isinstance(raw, str) else raw.decode())
-    except Unreadable:
-        raise
+        body = _strict.decode(raw.decode())
     except (ValueError, RecursionError) as error:
-        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deeply"}
-        raise Unreadable(why.get(type(error), f"not JSON ({error})")) from None
+        raise Unreadable(f"not readable as JSON ({error})") from None
     if not isinstance(body, dict):
         raise Unreadable("not a JSON object")
     return body
@@ -493,123 +442,77 @@ def bare(part: Json) -> Json:
     return {key: value for key, value in part.items() if key != "cache_control"}
 
 
-HOLE = uuid.uuid4().hex  # stands in a body where its turns were; nobody can have written it
-LIST_START = {
-    key: re.compile(rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=(\{"\w+": ?))' % key.encode())
-    for key in ("messages", "input")
-}
-ITEM_END = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
-Known = tuple[bytes, Turn]  # a turn behind the bytes in which it came
+HOLE = uuid.uuid4().hex  # stands in a body for its turns; nobody can have written it
+LIST_START = rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=\{)'
+ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns by their bytes: each request brings its
-    conversation's history again, which need be parsed only once. Safe to use from many threads."""
+    """Makes views of bodies, and remembers turns: each request brings its history again. Safe to
+    use from many threads."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # bytes that the turns may take
-        self.forget()
-
-    def forget(self) -> None:
-        """Start anew, which costs one slow request."""
-        self.known: dict[bytes, Known] = {}  # by the bytes they were read from
-        self.followers: dict[int, tuple[Known, bytes]] = {}  # by the id() of the turn in front
-        self.bodies: dict[bytes, Json] = {}  # what stands beside the turns, by its bytes
-        self.size = 0  # bytes that the turns take, roughly
+        self.limit, self.size = limit, 0  # bytes that the turns take
+        self.known: dict[bytes, list[tuple[bytes, Turn]]] = {}  # by their first 160 bytes
+        self.beside: tuple[bytes, Json] = b"", {}  # what stood beside the last turns
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body. Raises Unreadable."""
-        with contextlib.suppress(ValueError, RecursionError):  # then it is parsed as a whole
-            if dialect.edited and len(raw) <= PARSE_LIMIT:
-                return self.split(raw, dialect)
+        with suppress(ValueError, RecursionError):  # then it is parsed as a whole
+            return self.read(bytes(raw), dialect)
         return view_of(parse(raw), dialect)
 
-    def split(self, raw: bytes | bytearray, dialect: Dialect) -> View:
-        """The view of a body, read turn by turn. Raises ValueError or RecursionError where that
-        does not work out."""
-        key = dialect.turns
-        found = LIST_START[key].search(raw)
-        if found is None:
-            raise Unreadable("not the usual spelling")
-        turns, end = self.read(raw, found.end(), found[1])
-        rest = b'%s"%s":"%s"%s' % (raw[: found.start()], key.encode(), HOLE.encode(), raw[end:])
-        body = self.bodies.get(rest)
-        if body is None:
-            body = parse(rest)
-            if len(rest) <= 1 << 18:
-                remember(self.bodies, rest, body, 16)
-        if body.get(key) != HOLE:
-            raise Unreadable("the list is another's")
-        body = {**body, key: []}
-        if isinstance(body.get(dialect.system), list):  # its texts may be edited
-            body[dialect.system] = copy.deepcopy(body[dialect.system])
-        view = view_of(body, dialect)
-        view.turns = turns
-        return view
-
-    def read(self, raw: bytes | bytearray, at: int, opening: bytes) -> tuple[list[Turn], int]:
-        """The turns of the list whose first one is at `at`, and where the list ends. What came
-        behind a turn before is tried first. Else a turn is looked for up to the next `opening`,
-        with which each begins, as a rule; only what is new is decoded and parsed."""
-        border = (b"}, " if opening.endswith(b" ") else b"},") + opening
-        turns: list[Turn] = []
-        before = 0
-        text, place, text_end = "", 0, at  # what was decoded, up to where in `raw`
-        while True:
-            while at >= text_end and (follower := self.followers.get(before)):
-                (item, turn), comma = follower
-                end = at + len(item)
-                if not (raw.startswith(item, at) and raw.startswith(comma, end)):
+    def read(self, raw: bytes, dialect: Dialect) -> View:
+        """The view of a body, turn by turn. Raises ValueError where that does not work out."""
+        key, turns, more = dialect.turns, list[Turn](), True
+        start = re.search(LIST_START % key.encode(), raw)
+        if start is None or not dialect.edited or len(raw) > PARSE_LIMIT:
+            raise ValueError
+        at = start.end()
+        while more:
+            for item, turn in self.known.get(raw[at : at + 160], ()):
+                if raw.startswith(item, at):
+                    turns.append(turn)
                     break
+            else:
+                item, turn = self.parse_turn(raw, at)
                 turns.append(turn)
-                before = id(turn)
-                at = end + len(comma)
-            check_limit("turns", len(turns))
-            if at >= text_end:
-                text, place, text_end = "", 0, raw.find(border, at) + 1 or len(raw)
-            found = None if text else self.known.get(bytes(raw[at:text_end]))
-            if found is None:
-                text = text or raw[at:text_end].decode()
-                try:
-                    parsed, stop = _parse_at(text, place)
-                except ValueError:  # it holds a list of its own with this opening
-                    text, place, text_end = raw[at:].decode(), 0, len(raw)
-                    parsed, stop = _parse_at(text, 0)
-                found = self.turn(parsed, text[place:stop].encode())
-                place = stop
-            turns.append(found[1])
-            end = at + len(found[0])
-            comma_or_end = ITEM_END.match(raw, end)
-            if comma_or_end is None:
-                raise Unreadable("not the usual spelling")
-            at = comma_or_end.end()
-            if comma_or_end[1] == b"]":
-                return turns, at
-            if found[0] in self.known:
-                self.followers[before] = found, bytes(raw[end:at])
-            before = id(found[1])
-            place += at - end
+            border = ITEM_END.match(raw, at + len(item))
+            if border is None or len(turns) > LIMITS["turns"]:
+                raise ValueError
+            at, more = border.end(), bool(border[1])
+        rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
+        known, body = self.beside
+        if known != rest:
+            body = parse(rest)
+            self.beside = rest, body
+        if body.get(key) != [HOLE]:  # another object's list
+            raise ValueError
+        return dataclasses.replace(view_of({**body, key: []}, dialect), turns=turns)
 
-    def turn(self, item: Any, raw: bytes) -> Known:
-        """The turn with these bytes, and they."""
-        if not isinstance(item, dict):
-            raise Unreadable("unknown shape")
-        if known := self.known.get(raw):
-            return known
-        turn, size = turn_of(item), 1500 + 3 * len(raw)
-        turn.raw = raw
-        if size <= self.limit:
-            if self.size + size > self.limit:
-                self.forget()
-            self.known[raw] = raw, turn
-            self.size += size
-        return raw, turn
+    def parse_turn(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
+        """The turn that begins at `at`, behind its bytes. Raises ValueError."""
+        for size in (1 << 12, 1 << 15, 1 << 18, PARSE_LIMIT):  # most are short
+            text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
+            with suppress(ValueError):
+                parsed, end = _strict.raw_decode(text)
+                break
+        else:
+            raise ValueError
+        turn, item, start = turn_of(parsed), text[:end].encode(), raw[at : at + 160]
+        turn.raw = item
+        cost = 1500 + 3 * len(item)  # bytes, roughly
+        if cost <= self.limit:
+            if self.size + cost > self.limit:  # a full memory starts anew: one slow request
+                self.known, self.size = {}, 0
+            self.known[start] = [(item, turn), *self.known.get(start, ())][:8]
+            self.size += cost
+        return item, turn
 
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request: numbers of turns (items, items_modified), of texts taken out,
-    moved, lifted, sent again or left out; `note` says why a body was left alone."""
+    """What was done to one request; `note` says why a body was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -625,20 +528,19 @@ class Report:
     note: str = ""
 
     def edits(self) -> int:
-        about = ("items", "items_modified", "note")
-        return sum(number for name, number in vars(self).items() if name not in about)
+        counts = {**vars(self), "items": 0, "items_modified": 0, "note": 0}
+        return sum(counts.values())
 
 
 # ==================================================================================================
 # Scrub: rules that take out what never helps the model. The same text in, the same text out
 # ==================================================================================================
 
-# More of it than any agent sends: such a body is forwarded as it came.
-LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
+LIMITS = {"turns": 8000, "parts of a turn": 500, "decorations of a text": 256}
 
 
 def check_limit(what: str, count: int) -> None:
-    """Raise Unreadable if there are more than LIMITS allows."""
+    """Raise Unreadable for more than any agent sends."""
     if count > LIMITS[what]:
         raise Unreadable(f"too many {what}")
 
@@ -655,230 +557,130 @@ def without(text: str, spans: list[Span]) -> str:
     return "".join([*kept, text[at:]])
 
 
-# --- decorations: what clients put in front of a user text, and behind it -------------------------
-
-_TIME = (
-    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"
-    r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-)
-_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
-    r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
-    r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
-)
-# [Wed 2026-02-18 20:48 UTC] or [Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1]. Older envelopes
-# without a weekday name the sender, are stored with the message, and never vary.
-_STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_TIME}\](?: |(?=\n)|\Z)"
-_TRUST = r"(?: \((?:untrusted|trusted)[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
-_BLOCK = rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n"
+_ZONED = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
+_STAMP = rf"\[[A-Z][a-z]{{2}} \d{{4}}-\d\d-\d\d[ T][\d:]{{5,8}}{_ZONED}\](?: |(?=\n)|\Z)"
+_TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
-_REPLIED = r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: "
-_EVENT = r"System(?: \(untrusted\))?:"
-_EVENTS = rf"{_EVENT} \[\d{{4}}-\d\d-\d\d [^\n]*(?:\n+{_EVENT} [^\n]*)*"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-
-LEADS = (  # (kind, how it begins, how it ends; nothing: where the beginning does)
+LEADS = (  # decorations in front of a user text: (kind, how it begins, how it ends, if not there)
     ("stamp", _STAMP, ""),
-    ("block", _BLOCK, r"\n```(?=\n|\Z)"),
+    ("block", rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
     ("context", _CONTEXT, r"\n(?:\n|\Z)"),
-    ("current", _REPLIED, ""),
-    ("event", _EVENTS, ""),
+    ("current", r"Current message:\n(?:\[Replying to: [^\n]*\]\n)?#[^\s:]+ [^\n:]{1,120}: ", ""),
+    ("event", r"System: \[\d{4}-\d\d-\d\d [^\n]*(?:\n+System: [^\n]*)*", ""),
     ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
     ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
     ("reminder", "<system-reminder>", "</system-reminder>"),
-    ("environment", "<environment_context>", "</environment_context>"),
-    ("environment", "<environment_details>", "</environment_details>"),
-    ("reply", r"\[Replying to ", r"\[/Replying\]"),
-    ("line", r"\[(?:media attached:?|from:|Forwarded from) [^\]\n]*\](?=\n|\Z)", ""),
-    ("line", r"Delivery: [^\n]*", ""),
+    ("environment", "<environment_(?:context|details)>", "</environment_(?:context|details)>"),
 )
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
-LEAD_ENDS = [re.compile(ending) for _, _, ending in LEADS]
-TAILS = (  # (kind, how it begins, how it ends); the first whose ending fits
+TAILS = (  # decorations behind it: (kind, how it begins, how it ends)
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
-TAIL_LINE = re.compile(
-    r"\[(?:message_id|slack message id|media attached)[: ][^\]\n]*\]\Z|Runtime: agent=[^\n]* \| "
-)
+TAIL_LINE = re.compile(r"\[(?:message_id|media attached)[: ][^\]\n]*\]\Z")
 
 
-class Lead(NamedTuple):
-    """A decoration at the start of a user text, with the newlines behind it."""
-
-    kind: str
-    start: int
-    inner: int  # where its content begins
-    end: int
-
-
-def lead(text: str) -> list[Lead]:
-    """The decorations at the start of a user text, in order; a second stamp was typed by the
-    person. Raises Unreadable."""
-    found: list[Lead] = []
+def lead(text: str) -> tuple[list[tuple[str, str]], int]:
+    """The decorations at the start of a user text (kind, text), and where they end."""
+    found: list[tuple[str, str]] = []
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
-        row = (opening.lastindex or 0) - 1
-        kind, closing = LEADS[row][0], LEAD_ENDS[row].search(text, opening.end())
-        if closing is None or (kind == "stamp" and any(one.kind == kind for one in found)):
-            break
-        end = closing.end()
-        while text.startswith("\n", end):
-            end += 1
-        found.append(Lead(kind, at, opening.end(), end))
+        kind, _, ending = LEADS[(opening.lastindex or 1) - 1]
+        closing = re.compile(rf"(?:{ending})\n*").search(text, opening.end())
+        if closing is None or (kind == "stamp" and any(one == kind for one, _ in found)):
+            break  # a second stamp was typed by the person
+        found.append((kind, text[at : closing.end()].strip()))
         check_limit("decorations of a text", len(found))
-        at = end
-    return found
-
-
-# --- ids, stamps, billing headers -----------------------------------------------------------------
-
-_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+        at = closing.end()
+    return found, at if found else 0
 
 
 def member(name: str) -> re.Pattern[str]:
-    """A member of a JSON object; its value is plain, or an object of plain values."""
-    values = rf'{_STRING}|[\w.+-]+|\{{(?:[^{{}}"]*{_STRING})*[^{{}}"]*\}}'
-    return re.compile(rf'(?<!\\)"(?:{name})"\s*:\s*(?:{values})')
+    """A member of a JSON object, and one comma; its value is plain or an object of such values."""
+    string = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    value = rf'{string}|[\w.+-]+|\{{(?:[^{{}}"]*{string})*[^{{}}"]*\}}'
+    whole = rf'"(?:{name})"\s*:\s*(?:{value})'
+    return re.compile(rf",\s*{whole}|(?<!\\){whole}(?:\s*,\s*)?")
 
 
-IDS = member("(?:message|reply_to)_id(?:_full)?|message_sid")
-COMMA = re.compile(r"\s*,\s*")
+IDS = member("(?:message|reply_to)_id(?:_full)?")
 INBOUND = re.compile(r'```(?:json)?\n\{[^{}`]*"schema"\s*:\s*"openclaw\.inbound_meta\.[^`]*')
-LOG = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # what follows a stamp that a person pasted
-BILLING = re.compile(
-    r"(?:x-anthropic-billing-header: [^\n]*|\[Anthropic\] Claude Code v\S+ \([^()\n]*\))(?:\n+|\Z)"
-)
-OPENCLAW = re.compile(  # what only its system prompt says
-    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
-)
-
-
-def member_spans(text: str, pattern: re.Pattern[str], start: int, end: int) -> list[Span]:
-    """Where such members stand; each with a comma, so that none dangles when they are cut."""
-    spans: list[Span] = []
-    for found in pattern.finditer(text, start, end):
-        begin, stop = found.span()
-        if comma := COMMA.match(text, stop):
-            stop = comma.end()
-        else:  # the one that is the last then loses its comma
-            for before in reversed(spans):
-                if before[1] != begin:
-                    break
-                begin = before[0]
-            while text[begin - 1] in " \t\r\n,":
-                begin -= 1
-        spans.append((begin, stop))
-    return spans
+BILLING = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n*")
 
 
 def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
-    """Members of OpenClaw's inbound object in a system prompt."""
+    """Members of OpenClaw's inbound object."""
     blocks = INBOUND.finditer(text)
-    return [span for block in blocks for span in member_spans(text, pattern, *block.span())]
+    return [one.span() for block in blocks for one in pattern.finditer(text, *block.span())]
 
 
 class Scrubber:
-    """The rules that a configuration switches on, with the user's patterns compiled."""
+    """The rules that a configuration switches on; only the user's own patterns touch user texts."""
 
     def __init__(self, config: Config) -> None:
-        ids, stamps = config.strip_message_ids, config.strip_timestamps
-        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
-        self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
+        self.config = config
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
         """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
-        check_limit("tools", len(listed(view.body.get("tools"))))
-        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
-        view.head = [self.edit(turn, stamps, report) for turn in view.head]
-        view.turns = [
-            self.edit(turn, stamps, report) if turn.role in ("system", "user") else turn
-            for turn in view.turns
-        ]
-        for turn in view.system() if report.billing_removed else ():
-            drop_empty(view, turn)
+        for turn in view.head + view.turns:
+            if turn.role == "system" or (turn.role == "user" and self.patterns):
+                edited, before = turn.own(), report.edits()
+                for slot in edited.slots():
+                    text = slot.get()
+                    if (left := self.strip(text, turn.role, report)) != text:
+                        slot.set(left)
+                if report.edits() > before:
+                    report.items_modified += 1
+                    put_back(view, turn, edited)
 
-    def edit(self, turn: Turn, stamps: bool, report: Report) -> Turn:
-        """A turn without what the rules take out; remembered with the turn."""
-        if turn.scrubbed is None or turn.scrubbed[0] != stamps:
-            turn.scrubbed = (stamps, *self.strip(turn, stamps))
-        _, edited, counts = turn.scrubbed
-        for name, number in counts.items():
-            setattr(report, name, getattr(report, name) + number)
-        report.items_modified += bool(counts)
-        return edited or turn
-
-    def strip(self, turn: Turn, stamps: bool) -> tuple[Turn | None, collections.Counter[str]]:
-        """Run the rules over a turn; a text beside the list is edited in place."""
-        edited, counts = turn.own(), collections.Counter[str]()
-        begun = False  # the person's words: what follows them was pasted or attached
-        for slot in edited.slots():
-            text = slot.get()
-            ids: list[Span] = []
-            others: list[Span] = []
-            if turn.role == "system":
-                ids = inbound_members(text, IDS) if self.system_ids else []
-                if self.billing and (header := BILLING.match(text)):
-                    others = [header.span()]
-                    counts["billing_removed"] += 1
-            elif not begun:
-                leads = lead(text)
-                for one in leads:
-                    if one.kind == "block" and self.user_ids:
-                        ids += member_spans(text, IDS, one.inner, one.end)
-                    elif one.kind == "stamp" and stamps and not LOG.match(text, one.inner):
-                        others = [(one.start, one.inner)]
-                        counts["ts_removed"] += 1
-                begun = bool(text[leads[-1].end if leads else 0 :].strip())
-            counts["msg_ids_removed"] += len(ids)
-            left = without(text, ids + others)
-            for pattern in self.patterns:
-                whole, left = left, pattern.sub("", left)
-                counts["regex_removed"] += left != whole
-            if left != text:
-                slot.set(left)
-        counts = +counts
-        return (edited if counts and edited is not turn else None), counts
+    def strip(self, text: str, role: str, report: Report) -> str:
+        if role == "system" and self.config.strip_billing:
+            text, count = BILLING.subn("", text)
+            report.billing_removed += count
+        if role == "system" and self.config.strip_message_ids:
+            ids = inbound_members(text, IDS)
+            text = without(text, ids)
+            report.msg_ids_removed += len(ids)
+        for pattern in self.patterns:
+            whole, text = text, pattern.sub("", text)
+            report.regex_removed += text != whole
+        return text
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
-    """Keep a result; a full memo starts anew, which costs one slow request."""
+    """Keep a result; a full memo starts anew."""
     if len(memo) >= most:
         memo.clear()
     memo[key] = value
 
 
-def drop_empty(view: View, turn: Turn) -> None:
-    """Take the texts that edits left empty out of a turn of the system prompt; and the turn, when
-    nothing else is in it."""
-    content = turn.holder.get(turn.key)
+def put_back(view: View, turn: Turn, edited: Turn) -> None:
+    """Put an edited turn in its place, without texts that edits left empty."""
+    content = edited.holder.get(edited.key)
     parts = content if isinstance(content, list) else [content]
     kept = [part for part in parts if str(members(part).get("text", part)).strip()]
-    if len(kept) == len(parts):
-        return
-    if kept:
-        view.replace(turn, turn.own()).refit(kept)
-    elif turn.item is None:
-        del turn.holder[turn.key]
-        view.head.remove(turn)
-    elif len(view.turns) > 1:
-        view.turns.remove(turn)
+    if kept and parts is content:
+        Slot(edited, edited.holder, edited.key).set(kept)
+    if turn.item is not None:
+        place = view.turns.index(turn)
+        view.turns[place : place + 1] = [edited] if kept or len(view.turns) == 1 else []
+    elif not kept:
+        view.head = []
+        del view.body[turn.key]
 
 
-# --- roles: the system text comes first -----------------------------------------------------------
-
-END_OF_REMINDER = re.compile(r"</(?=system-reminder)")
-KNOWN_TO_STAY = re.compile(r"# Environment\b")  # Claude Code's second system message
 LONG_PROMPT = 2000  # characters of system text: less is read again in no time
 
 
 def reminder(text: str) -> str:
-    """A text as clients tell the model something beside what the user says."""
-    return f"<system-reminder>\n{END_OF_REMINDER.sub('&lt;/', text.strip())}\n</system-reminder>"
+    """A text as clients tell the model more than the user says."""
+    escaped = text.strip().replace("</system-reminder", "&lt;/system-reminder")
+    return f"<system-reminder>\n{escaped}\n</system-reminder>"
 
 
 def pays(view: View) -> bool:
@@ -887,106 +689,93 @@ def pays(view: View) -> bool:
     return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
 
-def system_first(
-    view: View, report: Report, stays: Callable[[Turn], bool] = lambda turn: False
-) -> None:
-    """One system text, at the front.
-
-    Chat templates such as Qwen's refuse a system message anywhere else ("System message must be at
-    the beginning"). So leading ones are merged, and so is the first one before any answer if it is
-    known to stay: at the front every conversation shares it. Later ones become reminders in the
-    user turns beside them, or behind the results that they stand in front of; so do short leading
-    ones behind a long prompt, because what is said for one turn may not change the front. Messages
-    with a name are examples and stay as they are."""
+def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> None:
+    """One system text, at the front: templates such as Qwen's refuse others ("System message must
+    be at the beginning"). What may be said for one turn only does not change it, but becomes a
+    reminder in the user turn beside it; between a call and its results, behind those."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
     named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
     if named or not all(turn.slots() for turn in view.head + systems):
-        return  # examples, or an unknown shape
-    front, kept, waiting = list(view.head), list[Turn](), list[Turn]()
-    leading = early = True  # no other message, and neither answer nor later system message came
-    cares = pays(view)
-    for turn in [*view.turns, None]:
-        role = turn.role if turn is not None else ""
-        if turn is not None and role == "system":
-            long, known = len(turn.text()) >= LONG_PROMPT, KNOWN_TO_STAY.match(turn.text())
-            if leading:
-                stay = known or long or not cares or not front
-            else:
-                stay = early and (known or (long and stays(turn)))
-                early = False
-            (front if stay else waiting).append(turn)
+        return  # few-shot examples, or an unknown shape
+    front, kept, waiting = for_the_front(view, stays), list[Turn](), list[Turn]()
+    report.system_moved += len(systems) - (view.turns[0] in systems and not view.head)
+    for turn in view.turns:
+        if turn.role == "system":
+            waiting += [] if turn in front else [turn]
             continue
-        leading, early = False, early and role not in ("assistant", "tool")
-        if waiting and not (role == "tool" and kept and kept[-1].role in ("assistant", "tool")):
-            report.system_moved += len(waiting)
-            turn = remind(view, waiting, kept, turn)
+        result = turn.role == "tool" and kept and kept[-1].role in ("assistant", "tool")
+        if waiting and not result:
+            turn = turn.own()
+            remind(view, waiting, kept, turn)
             waiting = []
-        if turn is not None:
-            kept.append(turn)
-    report.system_moved += len(front) - (1 if view.turns[0] in systems else len(view.head))
-    if front and not view.head:
+        kept.append(turn)
+    if waiting:
+        remind(view, waiting, kept)
+    if front:
         first = front[0].own()
-        if view.dialect.system and view.turns[0] not in systems:
-            view.body[view.dialect.system] = first.text()
-            view.head.append(Turn("system", view.body, view.dialect.system, None))
-        else:
-            kept.insert(0, first)
-    if front[1:]:
-        last = (view.head or kept)[0].slots()[-1]
+        last = first.slots()[-1]
         last.set("\n\n".join([last.get(), *[turn.text() for turn in front[1:]]]))
+        if not view.head:
+            kept.insert(0, first)
     view.turns = kept
 
 
-def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None) -> Turn | None:
-    """Say what system messages say in the user turn behind them, which is returned; else at the end
-    of the one before, else in a message of its own."""
+def for_the_front(view: View, stays: Callable[[Turn], bool]) -> list[Turn]:
+    """The turns that make the system text: leading ones, but no short ones behind a long prompt,
+    and the first later one if no answer came before it and it is known to stay."""
+    front = view.system()
+    if pays(view):
+        front = front[:1] + [turn for turn in front[1:] if may_stay(turn, lambda _: True)]
+    for turn in view.turns[view.leading() :]:
+        if turn.role == "system" and may_stay(turn, stays):
+            return [*front, turn]
+        if turn.role in ("system", "assistant", "tool"):
+            break
+    return front
+
+
+def may_stay(turn: Turn, stays: Callable[[Turn], bool]) -> bool:
+    """Whether a system message is known to stay: Claude Code's second one, a long one."""
+    text = turn.text()
+    return text.startswith("# Environment\n") or (len(text) >= LONG_PROMPT and stays(turn))
+
+
+def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
+    """Say what system messages say in the user turn behind them, or before them, or a new one."""
     text = "\n\n".join([reminder(one.text()) for one in systems])
-    if turn is not None and turn.role == "user" and turn.slots():
-        turn = turn.own()
-        slot = turn.slots()[0]
-        slot.set(text + "\n\n" + slot.get())
-        return turn
-    item = dict(before[-1].item or {}) if before else {}
+    slots = turn.slots() if turn and turn.role == "user" else []
+    item = (before[-1].item if before else None) or {}
     content = item.get("content") if item.get("role") == "user" else None
-    if isinstance(content, list):
-        item["content"] = [*content, {"type": view.dialect.text, "text": text}]
-        before[-1] = turn_of(item)
-    elif isinstance(content, str):
-        item["content"] = f"{content}\n\n{text}" if content else text
-        before[-1] = turn_of(item)
+    if slots:
+        slots[0].set(text + "\n\n" + slots[0].get())
+    elif isinstance(content, (str, list)):
+        part = {"type": view.dialect.text, "text": text}
+        more = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
+        before[-1] = turn_of({**item, "content": more})
     else:
         before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
-    return turn
 
 
-def scrub(
-    payload: Json, config: Config | None = None, dialect: str | None = None
-) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy (rules
-    and SYSTEM_FIRST). A body of unknown shape comes back equal, with `report.note` set. `dialect`
-    is chat, responses, messages or completions; without it the body's shape decides. Raises
-    ValueError for another one.
-
-        body, report = scrub(body, Config(strip_message_ids="1"))"""
-    config, report = config or Config(), Report()
-    named = {row.name: row for row in DIALECTS.values()}
-    if dialect is not None and dialect not in named:
-        raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(named)}")
+def scrub(body: Json, config: Config | None = None, dialect: str = "chat") -> tuple[Json, Report]:
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. A
+    body of unknown shape comes back as it is, with `report.note` set. `dialect` is chat, responses,
+    messages or completions: left, report = scrub(body, Config(), "messages")"""
+    config, report, rows = (
+        config or Config(),
+        Report(),
+        {row.name: row for row in DIALECTS.values()},
+    )
     try:
-        body = copy.deepcopy(payload)
-        view = view_of(body, named[dialect] if dialect else guess_dialect(body))
+        view = view_of(copy.deepcopy(body), rows[dialect])
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
-                system_first(view, report)
-            body = json.loads(view.dump())
-    except RecursionError:
-        return payload, Report(note="nested too deeply")
-    except Unreadable as error:
-        return payload, Report(note=str(error))
-    return body, report
+                system_first(view, report, lambda turn: False)
+        return json.loads(view.dump()), report
+    except (RecursionError, Unreadable) as error:
+        return body, Report(note=str(error))
 
 
 # ==================================================================================================
@@ -1423,7 +1212,7 @@ class Lifter:
                     slot.set(text)  # else another part has such a line, and this one stays
                     found.update(pieces)
             if len(found) > count:
-                drop_empty(view, view.replace(turn, own))
+                put_back(view, turn, own)
         for label, text in found.items():
             if label.startswith(LEARNED):
                 self.learner.tell(label, text)
@@ -1463,9 +1252,7 @@ Decoration = tuple[str, str]  # kind, text
 
 def undress(text: str) -> tuple[list[Decoration], str]:
     """The decorations at both ends of a user text, and what stands between them."""
-    leads = lead(text)
-    found = [(one.kind, text[one.start : one.end].strip()) for one in leads]
-    start = leads[-1].end if leads else 0
+    found, start = lead(text)
     end = text_end(text, start, len(text))
     while end > start:
         kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
@@ -2258,7 +2045,8 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     turn = unit.turns[at] = unit.turns[at].own()
     slots = turn.slots()
     if not slots:
-        turn.refit([{"type": view.dialect.text, "text": text}, *turn.holder[turn.key]])
+        part = {"type": view.dialect.text, "text": text}
+        Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
         return
     newer = says_anew(pending.values(), [block for _, block in unit.blocks()])
     spoken = [slot for slot in slots if undress(slot.get())[1].strip()]

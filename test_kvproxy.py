@@ -803,7 +803,6 @@ def config_bad_values() -> Iterator[tuple[str, str, str]]:
         64 * "a",
     ):
         yield "LISTEN_HOST", host, "must be an address or a host name"
-    yield "STRIP_MESSAGE_IDS", "2", "must be one of 0, 1, system"
     yield "LISTEN_PORT", "12.5", "must be a whole number"
     yield "LISTEN_PORT", "9" * 5000, "must be"
 
@@ -829,7 +828,7 @@ def test_config_bad_setting_is_named() -> None:
         ({"LISTEN_PORT": "0", "KEEP_REQUESTS": "0"}, {"listen_port": 0, "keep_requests": 0}),
         ({"SCRUB": "off", "LIFT": "NO", "REPLAY": "False"}, {"scrub": False, "lift": False, "replay": False}),
         ({"SCRUB": "on", "LIFT": "Yes", "REPLAY": "TRUE"}, {}),
-        ({"STRIP_MESSAGE_IDS": "system", "LOG_LEVEL": "WARNING"}, {"strip_message_ids": "system", "log_level": "warning"}),
+        ({"PREFILL_AHEAD": "1", "LOG_LEVEL": "WARNING"}, {"prefill_ahead": "1", "log_level": "warning"}),
         ({"READ_TIMEOUT": "0.5", "CONNECT_TIMEOUT": "1e1"}, {"read_timeout": 0.5, "connect_timeout": 10.0}),
         ({"BACKEND_URL": " https://[::1]:8443/llm/ "}, {"backend_url": "https://[::1]:8443/llm/"}),
         ({"LISTEN_HOST": "0.0.0.0", "LOG_FILE": "x y.log"}, {"listen_host": "0.0.0.0", "log_file": "x y.log"}),
@@ -1250,17 +1249,23 @@ def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch)
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-SCRUB_ALL = {"strip_message_ids": "1", "strip_timestamps": "1"}
 MARK = "(volatile) "  # what tests edit that are about no rule in particular
 MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
+
+
+def dialect_for(body: Any) -> kvproxy.Dialect:
+    """The dialect that a test's body is in, where it has no path."""
+    if "messages" in body:
+        return kvproxy.DIALECTS["messages" if "system" in body else "chat/completions"]
+    return kvproxy.DIALECTS["responses" if "input" in body else "completions"]
 
 
 def scrubbed(
     body: dict[str, Any], dialect: str | None, **settings: Any
 ) -> tuple[dict[str, Any], kvproxy.Report]:
-    """scrub() with every rule on, and a check that the payload did not change."""
+    """scrub(), and a check that the payload did not change."""
     before = copy.deepcopy(body)
-    result, report = kvproxy.scrub(body, Config(**{**SCRUB_ALL, **settings}), dialect)
+    result, report = kvproxy.scrub(body, Config(**settings), dialect or dialect_for(body).name)
     assert body == before and list(body) == list(before)
     return result, report
 
@@ -1269,7 +1274,7 @@ def scrubbed(
 def scrub_wire() -> Iterator[Rig]:
     """One proxy with every feature on, shared by tests whose conversations have nothing in
     common."""
-    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
+    with shared_rig(log_level="info", **MARKED_OFF) as made:
         yield made
 
 
@@ -1379,8 +1384,8 @@ def rp_rig() -> Iterator[Rig]:
         yield made
         reader = made.proxy.reader
         assert reader.known
-        assert all(json.loads(raw) == body for raw, body in reader.bodies.items())
-        for raw, turn in reader.known.values():  # requests share them: nobody may have changed one
+        known = [one for alike in reader.known.values() for one in alike]
+        for raw, turn in known:  # requests share them: nobody may have changed one
             fresh = kvproxy.turn_of(json.loads(raw))
             assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
 
@@ -1401,7 +1406,6 @@ def chat(rp_rig: Rig) -> RpClient:
     ("what", "body"),
     [
         ("turns", {"messages": items_of("chat", ("user", "x")) * 8001}),
-        ("tools", {"tools": [{"name": "t"}] * 2001, "messages": items_of("chat", ("user", "x"))}),
         (
             "parts of a turn",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 501}]},
@@ -1437,38 +1441,7 @@ def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> 
 # --- the public function --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        ({"messages": [], "system": "S"}, "messages"),
-        ({"messages": []}, "chat"),
-        ({"messages": [], "max_tokens": 5}, "chat"),
-        ({"input": "x"}, "responses"),
-        ({"input": [], "instructions": "S"}, "responses"),
-        ({"prompt": "x"}, "completions"),
-    ],
-)
-def test_dialects_guesses_the_dialect(body: dict[str, Any], wanted: str) -> None:
-    assert kvproxy.guess_dialect(body).name == wanted
-
-
 ENV = "# Environment\nlinux"  # a message that is known to stay
-
-
-def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
-    body = {
-        "max_tokens": 5,
-        "messages": items_of(
-            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
-        ),
-    }
-    wanted = {
-        "max_tokens": 5,
-        "messages": items_of(
-            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
-        ),
-    }
-    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
 
 
 STAMP = "[Wed 2026-02-18 20:48 UTC] "
@@ -1530,48 +1503,64 @@ SCRUB_USER = f'{{"role": "user", "content": {HELLO}}}'
 def dialects_bad_bodies() -> Iterator[tuple[str, bytes, str]]:
     """(name, body, part of the note). Each holds a marker, so that a rule would want to edit it."""
     user, good = SCRUB_USER, f'{{"messages": [{SCRUB_USER}]}}'
-    yield "empty", b"", "not JSON"
-    yield "blank", b" \n", "not JSON"
-    yield "text", HELLO[1:-1].encode(), "not JSON"
-    yield "cut short", good[:-1].encode(), "not JSON"
-    yield "trailing", good.encode() + b"}", "not JSON"
-    yield "two", good.encode() * 2, "not JSON"
-    yield "single quotes", good.replace('"', "'").encode(), "not JSON"
-    yield "comment", b"/* */" + good.encode(), "not JSON"
-    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not JSON"
-    yield "control character", good.replace("hello", "he\x01llo").encode(), "not JSON"
-    yield "form", b"a=1&b=" + HELLO.encode(), "not JSON"
+    yield "empty", b"", "not readable as JSON"
+    yield "blank", b" \n", "not readable as JSON"
+    yield "text", HELLO[1:-1].encode(), "not readable as JSON"
+    yield "cut short", good[:-1].encode(), "not readable as JSON"
+    yield "trailing", good.encode() + b"}", "not readable as JSON"
+    yield "two", good.encode() * 2, "not readable as JSON"
+    yield "single quotes", good.replace('"', "'").encode(), "not readable as JSON"
+    yield "comment", b"/* */" + good.encode(), "not readable as JSON"
+    yield "trailing comma", f'{{"messages": [{user},]}}'.encode(), "not readable as JSON"
+    yield "control character", good.replace("hello", "he\x01llo").encode(), "not readable as JSON"
+    yield "form", b"a=1&b=" + HELLO.encode(), "not readable as JSON"
     for value in (f"[{user}]", HELLO, "null", "true", "17", "-1.5"):
         yield f"no object: {value[:9]}", value.encode(), "not a JSON object"
-    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not UTF-8"
-    yield "surrogates in UTF-8", good.encode().replace(b"hello", b"he\xed\xa0\x80llo"), "not UTF-8"
-    yield "overlong UTF-8", good.encode().replace(b"hello", b"he\xc0\xafllo"), "not UTF-8"
-    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not UTF-8"
-    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not JSON"
+    yield "invalid UTF-8", good.encode().replace(b"hello", b"he\xffllo"), "not readable as JSON"
+    yield (
+        "surrogates in UTF-8",
+        good.encode().replace(b"hello", b"he\xed\xa0\x80llo"),
+        "not readable as JSON",
+    )
+    yield (
+        "overlong UTF-8",
+        good.encode().replace(b"hello", b"he\xc0\xafllo"),
+        "not readable as JSON",
+    )
+    yield "latin-1", good.replace("hello", "h\u00e9llo").encode("latin-1"), "not readable as JSON"
+    yield "BOM", b"\xef\xbb\xbf" + good.encode(), "not readable as JSON"
     for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
         yield code, good.encode(code), "not "
     for number in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999", "1" * 4400 + ".5e1"):
         yield number[:9], f'{{"n": {number}, "messages": [{user}]}}'.encode(), ""
-    yield "huge integer", f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(), "not JSON"
-    yield "duplicate key", f'{{"messages": [], "messages": [{user}]}}'.encode(), "duplicate keys"
+    yield (
+        "huge integer",
+        f'{{"n": {"9" * 5000}, "messages": [{user}]}}'.encode(),
+        "not readable as JSON",
+    )
+    yield (
+        "duplicate key",
+        f'{{"messages": [], "messages": [{user}]}}'.encode(),
+        "not readable as JSON",
+    )
     yield (
         "duplicate key inside",
         good.replace('"role"', '"role": "system", "role"').encode(),
-        "duplicate keys",
+        "not readable as JSON",
     )
     yield (
         "duplicate key in a schema",
         f'{{"tools": [{{"a": {{"b": 1, "b": 2}}}}], "messages": [{user}]}}'.encode(),
-        "duplicate keys",
+        "not readable as JSON",
     )
     for opener, closer in (("[", "]"), ('{"a":', "}")):
         deep = opener * 100_000 + "1" + closer * 100_000
         yield (
             f"deep {opener}",
             f'{{"x": {deep}, "messages": [{user}]}}'.encode(),
-            "nested too deeply",
+            "not readable as JSON",
         )
-        yield f"deep bare {opener}", deep.encode(), "nested too deeply"
+        yield f"deep bare {opener}", deep.encode(), "not readable as JSON"
         yield f"deep open {opener}", (opener * 100_000 + HELLO).encode(), "n"
     for shape in DIALECTS_SHAPES[:5]:
         yield f"shape {shape}", (shape % STAMP).encode(), "unknown shape"
@@ -1617,7 +1606,7 @@ def test_dialects_nested_bodies(
     for template in places:
         raw = (template % (deep, *texts)).encode()
         seen, line = scrub_ask(scrub_wire, "/v1/messages", raw)
-        if "forwarded as it came: nested too deeply" in line:
+        if "forwarded as it came: n" in line:  # not readable, or nested too deeply
             assert depth * len(closer) > 500 and seen.body == raw
         else:
             assert seen.body == raw.replace(MARK.encode(), b"")
@@ -1648,7 +1637,7 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
                 proxy.explain(exchange)
             finally:
                 sys.setrecursionlimit(limit)
-            assert exchange.report.note in ("", "nested too deeply")
+            assert re.match("|not readable as JSON|nested too deeply", exchange.report.note)
             assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
     assert log.lines == []
     if sys.version_info < (3, 12):
@@ -1672,7 +1661,7 @@ def test_dialects_large_bad_body(scrub_wire: Rig) -> None:
         raw = b'{"model":"large %d","messages":[' % number + story.encode() + end
         seen, line = scrub_ask(scrub_wire, "/v1/chat/completions", raw)
         assert seen.body == raw
-        assert re.search("forwarded as it came: (not |no finite number)", line)
+        assert "forwarded as it came: not readable as JSON" in line
 
 
 @pytest.mark.parametrize(
@@ -1835,7 +1824,7 @@ def test_dialects_reader_bodies_that_grow_and_change(case: str) -> None:
             case _:
                 items.append(new)
         assert rp_read(reader, dialect, json.dumps(body, separators=(",", ":")).encode())
-        assert 0 < reader.size <= reader.limit
+        assert 0 <= reader.size <= reader.limit
 
 
 def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
@@ -1849,10 +1838,13 @@ def test_dialects_reader_what_is_damaged_before_a_known_turn_is_seen() -> None:
 def rp_parsed(monkeypatch: Patch) -> list[str]:
     """The texts in which the reader looks for an item, from now on."""
     texts: list[str] = []
-    real = kvproxy._parse_at
-    monkeypatch.setattr(
-        kvproxy, "_parse_at", lambda text, at: (texts.append(text), real(text, at))[1]
-    )
+    real = kvproxy._strict.raw_decode
+
+    def decode(text: str, idx: int = 0) -> Any:
+        texts.append(text)
+        return real(text, idx)
+
+    monkeypatch.setattr(kvproxy._strict, "raw_decode", decode)
     return texts
 
 
@@ -1884,10 +1876,12 @@ def test_dialects_reader_memory_is_bounded() -> None:
         return reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
 
     known = read("a", "b")
-    assert read("x" * (1 << 17), "a", "b")[1:] == known and len(reader.known) == 2
+    read("x" * (1 << 17), "a")
+    assert read("a", "b") == known
     for number in range(40):
         read(f"{number}" + "x" * 5000, "end")
-        assert reader.size == sum(1500 + 3 * len(raw) for raw in reader.known) <= reader.limit
+        kept = [raw for alike in reader.known.values() for raw, _ in alike]
+        assert sum(1500 + 3 * len(raw) for raw in kept) <= reader.size <= reader.limit
     assert reader.known
 
 
@@ -1906,15 +1900,14 @@ def test_dialects_reader_parses_history_once(monkeypatch: Patch, case: str) -> N
         return around(raw) if kvproxy.HOLE.encode() in raw else pytest.fail("parsed as a whole")
 
     monkeypatch.setattr(kvproxy, "parse", partly)
+    items = body[row.turns] = [{**item, "long": "x" * 160} for item in body[row.turns]]
     before: list[kvproxy.Turn] = []
     for number in range(4):
-        body[row.turns].append({**body[row.turns][-1], "name": f"new {number}"})
+        items.append({**items[-1], "name": f"new {number}"})
         parsed.clear()
         turns = reader.view(json.dumps(body, separators=(",", ":")).encode(), row).turns
         assert all(turn is known for turn, known in zip(turns, before, strict=False))
-        assert len(turns) == len(body[row.turns])
-        if number and case.startswith("chat"):  # else parts look like turns that begin
-            assert len(parsed) == 1
+        assert len(turns) == len(items) and (not before or len(parsed) == 1)
         before = turns
 
 
@@ -1931,14 +1924,9 @@ def test_dialects_reader_forgets_what_it_knew_of_a_turn_that_is_changed() -> Non
         turn.slots()[0].set("b")
         turns.append(known(turn))
         assert known(kvproxy.turn_of(json.loads(turn.json()))) == turns[-1]
-        turn.refit([{"type": "text", "text": "c"}])
+        kvproxy.Slot(turn, turn.holder, "content").set([{"type": "text", "text": "c"}])
         turns.append(known(turn))
         assert all(len(set(facts)) == 3 for facts in zip(*turns, strict=True))
-        scrubber, report = kvproxy.Scrubber(Config(strip_regex=("c",))), kvproxy.Report()
-        for count in (1, 2):  # what was found is remembered, and counts again
-            assert scrubber.edit(turn, False, report).text() == ""
-            assert turn.text() == "c" and known(turn) == turns[-1]
-            assert report.regex_removed == report.items_modified == count
 
 
 # ==================================================================================================
@@ -1950,69 +1938,11 @@ SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False,
 CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
 
 
-@pytest.mark.parametrize(
-    ("stamp", "rest"),
-    [
-        (STAMP, "Hello."),
-        ("[Wed 2026-02-18 20:48:07 UTC] ", "Hello."),
-        ("[Mon 2026-02-16 04:48 GMT+8] ", "Hello."),
-        ("[Tue 2026-02-17 04:48 GMT+5:30] ", "Hello."),
-        ("[Thu 2026-02-19 04:48:59 GMT-3:30] ", "Hello."),
-        ("[Fri 2026-02-20 04:48 EST] ", "Hello."),
-        ("[Sat 2026-02-21 04:48 AKDT] ", "Hello."),
-        ("[Sun 2031-02-23 04:48 UTC] ", "Hello."),
-        ("[Wed 2026-02-18T20:48Z] ", "Hello."),
-        ("[Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1] ", "Hello."),
-        ("[WhatsApp Wed 2026-02-18 20:48 UTC] ", "Hello."),
-        ("[Signal Ann id:+1555 +4s Wed 2026-02-18 20:48 UTC] ", "Hello."),
-        (STAMP[:-1], "\nHello."),
-        (STAMP, ""),
-        (STAMP[:-1], ""),
-        # what stands behind it is the person's: a stamp in the text, JSON
-        (STAMP, "Since [Wed 2026-02-18 20:47 UTC] it is slow."),
-        (STAMP, '```json\n{"message_id": "1", "text": "pasted"}\n```'),
-        (STAMP, '{"message_id": "1"}'),
-    ],
-)
-def test_scrub_stamp_is_removed(stamp: str, rest: str) -> None:
-    for dialect, parts in SCRUB_FORMS:
-        body = body_of(
-            dialect,
-            ("system", CLAW),
-            ("user", "a"),
-            ("assistant", "b"),
-            ("user", stamp + rest),
-            parts=parts,
-        )
-        wanted = body_of(
-            dialect,
-            ("system", CLAW),
-            ("user", "a"),
-            ("assistant", "b"),
-            ("user", rest),
-            parts=parts,
-        )
-        result, report = scrubbed(body, dialect)
-        assert result == wanted
-        assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
-        assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
-        for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
-            assert scrubbed(body, dialect, **settings)[0] == body
-        assert scrubbed(body, dialect, scrub=False)[0] == body
-
-
 SCRUB_LOGS = (  # pasted, not put there by OpenClaw
     STAMP + "[Thu 2026-02-19 20:48 UTC] Hello.",
     STAMP + STAMP + "Hello.",
     STAMP + "started\n[Wed 2026-02-18 23:50 UTC] crashed\nHow long did it run?",
 )
-
-
-@pytest.mark.parametrize("text", SCRUB_LOGS)
-def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
-    body = body_of("chat", ("system", CLAW), ("user", text))
-    result, report = scrubbed(body, "chat")
-    assert result == body and report.edits() == 0
 
 
 INFO = "Conversation info (untrusted metadata):"
@@ -2025,29 +1955,6 @@ SCRUB_INBOUND = {
 
 def rp_before(text: str) -> str:
     return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
-
-
-def test_scrub_stamp_of_other_clients_stays() -> None:
-    """Only a request with a shape that OpenClaw alone writes is OpenClaw's."""
-    hello = ("user", STAMP + "Hello.")
-    for turns, removed in (
-        ([hello], 0),
-        ([("system", "Be brief."), hello], 0),
-        (
-            [
-                ("system", "Help people to set up OpenClaw; its line is `Runtime: agent=main`."),
-                hello,
-            ],
-            0,
-        ),
-        ([("system", "S"), ("user", reminder("be kind")), hello], 0),
-        ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
-        ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
-        ([("system", claw_block("Meta", SCRUB_INBOUND)), hello], 1),
-        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
-        ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
-    ):
-        assert scrubbed(body_of("messages", *turns), "messages")[1].ts_removed == removed, turns
 
 
 SCRUB_KEPT_USER = (
@@ -2114,12 +2021,6 @@ def test_scrub_user_text_is_kept(text: str) -> None:
         assert report.edits() == report.items_modified == 0
 
 
-def test_scrub_responses_input_string() -> None:
-    text = claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
-    left = {"instructions": CLAW, "input": claw_block(INFO, {"a": 1}) + "Hello."}
-    assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
-
-
 @pytest.mark.parametrize(
     "prompt", [STAMP + "Hello.", [STAMP + "Hello."], [1, 2, 3], [[1, 2], STAMP]]
 )
@@ -2143,24 +2044,7 @@ SCRUB_LABELS = (
     "Chat history since last reply (untrusted, for context):",
     "Location (untrusted metadata):",
 )
-SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full", "message_sid")
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("label", SCRUB_LABELS)
-def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
-    """Each key in each position, for each label, in both layouts: what is left is the JSON that the
-    rest alone makes."""
-    for key in SCRUB_IDS:
-        for rest in ({}, {"a": 1}, {"a": "x", "b": [1, 2], "c": {"d": None}}):
-            for position in range(len(rest) + 1):
-                members = list(rest.items())
-                members.insert(position, (key, "e6d298e0"))
-                text = claw_block(label, dict(members), indent) + "Hello."
-                result, report = scrubbed(body_of("chat", ("user", text)), "chat")
-                left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
-                assert left == claw_block(label, rest, indent) + "Hello."
-                assert (report.msg_ids_removed, report.items_modified) == (1, 1)
+SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full")
 
 
 scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
@@ -2176,11 +2060,9 @@ SCRUB_VALUES = (
 @pytest.mark.parametrize("indent", [None, 2])
 @scrub_forms
 def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int | None) -> None:
-    """The same value as the id's own, before it, after it, nested, and in the block of the system
-    prompt."""
+    """The same value as the id's own, before it, after it, nested; the user's blocks keep theirs."""
     for value in SCRUB_VALUES:
         name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
-        rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
         ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
                 "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
         schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
@@ -2197,15 +2079,14 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
             (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
         ):
             turned = first is not ided
-            left = dict(reversed(rest.items())) if turned else rest
             meta = dict(reversed(head.items())) if turned else head
             body = body_of(dialect, ("system", claw_block("Meta", schema | second, indent)),
                               ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
             wanted = body_of(dialect, ("system", claw_block("Meta", schema | meta, indent)),
-                                ("user", claw_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
+                                ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
             result, report = scrubbed(body, dialect)
             assert result == wanted, value
-            assert report.msg_ids_removed == 6
+            assert report.msg_ids_removed == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -2237,8 +2118,7 @@ def test_scrub_members_equal_parsing(seed: int) -> None:
         found = {"root": value(4), "message_id": 1, "tail": value(2)}
         layout = {"indent": dice.choice((None, 0, 1, 2, "\t")), "ensure_ascii": dice.random() < 0.5}
         text = f"before {json.dumps(found, **layout)} after }}]"
-        left = kvproxy.without(text, kvproxy.member_spans(text, kvproxy.IDS, 7, len(text)))
-        left = re.sub(r"{\s+}", "{}", left)
+        left = re.sub(r"{\s+}", "{}", kvproxy.IDS.sub("", text))
         assert left == f"before {json.dumps(pruned(found), **layout)} after }}]"
 
 
@@ -2248,60 +2128,11 @@ def test_scrub_members_equal_parsing(seed: int) -> None:
         ('{"a": 1, "message_id": 1, "reply_to_id": 2}', '{"a": 1}'),
         ('{"message_id": 1, "reply_to_id": 2}', "{}"),
         ('{"message_id": 1, "a": 1, "reply_to_id": 2\n}', '{"a": 1\n}'),
-        ('{"a": {"message_id": yes, "b": no}, "message_sid": 1.5e+3\n}', '{"a": {"b": no}\n}'),
+        ('{"a": {"message_id": yes, "b": no}, "message_id_full": 1.5e+3\n}', '{"a": {"b": no}\n}'),
     ],
 )
 def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
-    members = kvproxy.member_spans(before, kvproxy.IDS, 0, len(before))
-    assert kvproxy.without(before, members) == after
-
-
-@scrub_forms
-def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
-    """Blocks of several kinds, an array, plain context lines, events; the stamp behind them or in
-    front."""
-    ids = {"message_id": "e6d298e0", "sender": "ann"}
-    chain = [{"message_id": 1, "body": "x", "reply_to_id": 2}, {"body": "y", "message_id": 2}]
-    lines = "Conversation context (untrusted, chronological, selected for current message):\n#14 Sun 2026-11-29 18:18:30 UTC Ann: hi\n\n"
-    event = "System: [2026-11-29 17:27:02 UTC] Reminder: tea.\n\n"
-
-    def text(info: Any, replies: Any, stamp: str, front: str) -> str:
-        middle = claw_block(INFO, info, 2) + claw_block(MARKED, info, fence="") + event
-        return front + middle + lines + claw_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
-
-    left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
-    for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
-        turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
-        result, report = scrubbed(body_of(dialect, *turns, parts=parts), dialect)
-        turns = ("system", CLAW), ("user", text(*left, "", ""))
-        assert result == body_of(dialect, *turns, parts=parts)
-        assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
-
-
-def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
-    """A part of its own may hold the blocks; a part behind the person's words was pasted or
-    attached."""
-    block, left = claw_block(INFO, {"message_id": 1, "a": 1}), claw_block(INFO, {"a": 1})
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-
-    def turn(*texts: str) -> dict[str, Any]:
-        return {
-            "messages": [
-                {"role": "system", "content": CLAW},
-                {
-                    "role": "user",
-                    "content": [image, *({"type": "text", "text": text} for text in texts)],
-                },
-            ]
-        }
-
-    assert scrubbed(turn(block, STAMP + "Hello."), "chat")[0] == turn(left, "Hello.")
-    assert scrubbed(turn("", STAMP + "Hello."), "chat")[0] == turn("", "Hello.")
-    assert scrubbed(turn("Look at the file:", STAMP + "log line"), "chat")[1].edits() == 0
-    assert scrubbed(turn("Look at the file:", block), "chat")[1].edits() == 0
-    assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn(
-        "Look:", STAMP + "log line"
-    )
+    assert kvproxy.IDS.sub("", before) == after
 
 
 SCRUB_INBOUND_HEADERS = (
@@ -2332,11 +2163,10 @@ def test_scrub_inbound_block(header: str, version: str, indent: int | None) -> N
         ("message_id", "775b2410"),
         ("message_id_full", 1795),
         ("reply_to_id", None),
-        ("message_sid", "}"),
     ]
     plain = {"chat_id": "c1", **schema}
     for rest in ({**schema, **stable}, plain, schema):
-        for gone in ([volatile[0]], [volatile[3]], volatile):
+        for gone in ([volatile[0]], [volatile[2]], volatile):
             for position in range(2 if rest is plain else 1, len(rest) + 1):
                 members = list(rest.items())
                 members[position:position] = gone
@@ -2394,31 +2224,6 @@ def test_scrub_inbound_among_other_json() -> None:
         result, report = scrubbed(body, "messages")
         assert result["system"] == text % (left, left)
         assert report.msg_ids_removed == 2
-
-
-@pytest.mark.parametrize(
-    ("mode", "system", "user"), [("0", False, False), ("system", True, False), ("1", True, True)]
-)
-@scrub_forms
-def test_scrub_strip_message_ids_modes(
-    dialect: str, parts: bool, mode: str, system: bool, user: bool
-) -> None:
-    meta, info = (
-        {"schema": "openclaw.inbound_meta.v2", "message_id": "1"},
-        {"message_id": "2", "a": 1},
-    )
-
-    def body(system: bool, user: bool) -> dict[str, Any]:
-        head = {key: value for key, value in meta.items() if key == "schema" or not system}
-        block = {key: value for key, value in info.items() if key == "a" or not user}
-        made = body_of(dialect, ("system", claw_block("Meta", head)),
-                          ("user", claw_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
-        return made
-
-    assert Config().strip_message_ids == "system"
-    result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
-    assert result == body(system, user)
-    assert report.msg_ids_removed == system + user
 
 
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
@@ -2526,11 +2331,6 @@ def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dialect", SCRUB_EDITED)
 def test_scrub_tools_arguments_results_and_answers_are_kept(dialect: str) -> None:
-    user = claw_block(INFO, {"message_id": "e6d298e0", "sender": "ann"}) + STAMP + "Hello."
-    left = claw_block(INFO, {"sender": "ann"}) + STAMP + "Hello."
-    result, report = scrubbed(scrub_guarded(dialect, user), dialect)
-    assert result == scrub_guarded(dialect, left)
-    assert (report.msg_ids_removed, report.edits(), report.items_modified) == (1, 1, 1)
     body = scrub_guarded(dialect, "Hello.")
     result, report = scrubbed(body, dialect, strip_regex=("zzz",))
     assert result == body and report.edits() == 0
@@ -2548,12 +2348,9 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.114.3c0; cc_entrypoint=cli;
             "x-anthropic-billing-header: cc_version=2.1.332.aa1; cc_is_subagent=true;\nYou code.",
             "You code.",
         ),
-        ("[Anthropic] Claude Code v2.0.1 (2026-01-05T10:00:00Z)\nYou code.", "You code."),
         ("You code.\n" + HEADER, None),
         ("Note: " + HEADER, None),
         ("The x-anthropic-billing-header: line is first.", None),
-        ("[Anthropic] Claude Code v2.0.1 is a client.", None),
-        ("[Anthropic] Claude Code v2.0.1 (new) is a client.", None),
     ],
 )
 def test_scrub_billing_header(before: str, after: str | None) -> None:
@@ -2665,27 +2462,24 @@ SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
 @pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
 @pytest.mark.parametrize("parts", [False, True])
 def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, parts: bool) -> None:
-    """The two metadata blocks and the stamp, on every path, the counting ones too: without id and
-    stamp, valid JSON."""
+    """The inbound block on every path, the counting ones too: without its id, valid JSON."""
     unique = f"{path} {parts}"
 
-    def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
+    def body(inbound: Any) -> dict[str, Any]:
         system = f"{unique}\n\n{claw_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
         return body_of(
             dialect,
             ("system", system),
-            ("user", claw_block(INFO, sent) + stamp + "Hello."),
+            ("user", claw_block(INFO, SCRUB_SENT) + STAMP + "Hello."),
             parts=parts,
         )
 
-    inbound = {"schema": SCRUB_INBOUND["schema"], "channel": "webchat"}
-    wanted = body(inbound, {"sender": "openclaw-control-ui"}, "")
-    seen, line = scrub_ask(
-        scrub_wire, path, json.dumps(body(SCRUB_INBOUND, SCRUB_SENT, STAMP)).encode()
-    )
+    wanted = body({"schema": SCRUB_INBOUND["schema"], "channel": "webchat"})
+    raw = json.dumps(body(SCRUB_INBOUND), separators=(",", ":")).encode()
+    seen, line = scrub_ask(scrub_wire, path, raw)
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
-    counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=False"
+    counts = f"items={1 + (dialect == 'chat')} | ts_removed=0 | msg_ids_removed=1 | items_modified=1 | stream=False"
     assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
 
 
@@ -2714,8 +2508,7 @@ def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
     body = body_of(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
     off = {
-        "strip_message_ids": "0",
-        "strip_timestamps": "0",
+        "strip_message_ids": False,
         "strip_billing": False,
         "system_first": False,
         "lift": False,
@@ -2824,7 +2617,7 @@ def scrub_work(text: str) -> None:
     body = {"messages": items_of("chat", ("system", text), ("user", text))}
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
     assert view is not None
-    config = Config(**SCRUB_ALL, system_first=False)
+    config = Config(system_first=False)
     kvproxy.Scrubber(config).apply(view, kvproxy.Report())
 
 
@@ -2964,8 +2757,8 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
         {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": f"A2\n\n{ENV}", "cache_control": {}}],
          "messages": items_of("chat", ("user", [{"type": "text", "text": "u"}]))}, 1,
     ),
-    "messages: a new system key": (
-        "messages", {"messages": items_of("chat", ("user", "u"), ("system", ENV))}, {"messages": items_of("chat", ("user", "u")), "system": ENV}, 1,
+    "messages: without a system key": (
+        "messages", {"messages": items_of("chat", ("user", "u"), ("system", ENV))}, {"messages": items_of("chat", ("system", ENV), ("user", "u"))}, 1,
     ),
     "messages: behind a tool result": (
         "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
@@ -2980,8 +2773,8 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
         "responses", {"input": items_of("chat", ("developer", "B"), ("developer", "C"), ("user", "u"))},
         {"input": items_of("chat", ("developer", "B\n\nC"), ("user", "u"))}, 1,
     ),
-    "responses: hoisted into instructions": (
-        "responses", {"input": items_of("chat", ("user", "u"), ("developer", ENV))}, {"input": items_of("chat", ("user", "u")), "instructions": ENV}, 1,
+    "responses: hoisted without instructions": (
+        "responses", {"input": items_of("chat", ("user", "u"), ("developer", ENV))}, {"input": items_of("chat", ("developer", ENV), ("user", "u"))}, 1,
     ),
     "responses: behind a call": (
         "responses", {"instructions": "A", "input": [*items_of("chat", ("user", "u")), SCRUB_CALL, SCRUB_OUTPUT, {"type": "message", "role": "developer", "content": "B"}]},
@@ -3064,13 +2857,13 @@ def test_scrub_is_pure() -> None:
     dialect is refused."""
     body = scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
     assert kvproxy.scrub(body)[0] == body == kvproxy.scrub(body, Config())[0]
-    config = Config(strip_message_ids="1")
+    config = Config(strip_regex=("^x$|x\\Z",))
     result, report = kvproxy.scrub(body, config)
     assert report.edits() == 1 and result == kvproxy.scrub(body, config, "chat")[0]
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
     assert body == scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
-    with pytest.raises(ValueError, match="must be one of chat, responses, messages, completions"):
+    with pytest.raises(KeyError, match="smoke signals"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
 
@@ -6766,7 +6559,7 @@ def ex_chat(
 
 def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
     """A body as the ledger takes it."""
-    view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+    view = kvproxy.view_of(body, dialect_for(body))
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
     side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
@@ -7943,7 +7736,7 @@ EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
 @pytest.mark.parametrize("name", EX_SIDES)
 def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
-    view = kvproxy.view_of(body, kvproxy.guess_dialect(body))
+    view = kvproxy.view_of(body, dialect_for(body))
     assert view is not None
     assert kvproxy.side_of(view, headers.get(kvproxy.AGENT_ID, "")) == side
 
@@ -8128,7 +7921,7 @@ def ex_openclaw(ident: str, minute: int, text: str) -> Json:
 
 def test_explain_log_line(rig: MakeRig) -> None:
     """The original project's line, then what was reused, how long it took, and the verdict."""
-    one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info", **SCRUB_ALL)
+    one = rig(ex_scripted((0, 16000, 39000.4), (16412, 118, 412.3)), log_level="info")
 
     def body(ident: str, *more: Any) -> Json:
         meta = json.dumps(
@@ -8158,9 +7951,9 @@ def test_explain_log_line(rig: MakeRig) -> None:
     )
     lines = [re.sub(r" \| ms=[0-9]+", "", line) for line in one.log.lines]
     assert lines != one.log.lines and lines == [
-        "POST /v1/responses | items=1 | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=True"
+        "POST /v1/responses | items=1 | ts_removed=0 | msg_ids_removed=1 | items_modified=1 | stream=True"
         + " | reused=0/16000 (0.0%) | prompt_ms=39000 | cold (first prompt)",
-        "POST /v1/responses | items=8 | ts_removed=2 | msg_ids_removed=3 | items_modified=3 | stream=True"
+        "POST /v1/responses | items=8 | ts_removed=0 | msg_ids_removed=1 | items_modified=1 | stream=True"
         + " | reused=16412/16530 (99.3%) | prompt_ms=412 | extended (user turn)",
     ]
 
@@ -8210,7 +8003,8 @@ def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     lines = [re.sub(r" \| ms=[0-9]+", "", line) for line in one.log.lines]
     start = "POST /v1/chat/completions | items={} | ts_removed=0 | msg_ids_removed=0 | items_modified=0 | stream=False"
     assert lines[0].startswith(
-        start.format(0) + " | reused=1/3 (33.3%) | prompt_ms=3 | forwarded as it came: not JSON"
+        start.format(0)
+        + " | reused=1/3 (33.3%) | prompt_ms=3 | forwarded as it came: not readable as JSON"
     )
     assert lines[1] == start.format(2) + " | model=m | status=503 | Loading model"
     assert lines[2] == "GET /v1/models | status=200"
@@ -8858,7 +8652,7 @@ RELAY_STAMPED = (
 RELAY_RAW_BODIES = [
     *[(name, RELAY_STAMPED % member) for name, member in RELAY_UNREADABLE],
     ("empty", b""),
-    ("not JSON", b"message_id [Wed 2026-02-18 20:48 UTC]"),
+    ("not readable as JSON", b"message_id [Wed 2026-02-18 20:48 UTC]"),
     ("trailing garbage", RELAY_STAMPED % b'"a":1' + b"x"),
     ("two values", RELAY_STAMPED % b'"a":1' + RELAY_STAMPED % b'"a":1'),
     ("cut off", (RELAY_STAMPED % b'"a":1')[:-2]),
@@ -14046,8 +13840,7 @@ def test_status_metrics(rig: MakeRig) -> None:
         'kvproxy_verdicts_total{verdict="lost"}': 1,
         'kvproxy_verdicts_total{verdict="not reported"}': 1,
         'kvproxy_edits_total{kind="regex_removed"}': 1,
-        'kvproxy_untouched_total{reason="not JSON"}': 0,
-        'kvproxy_untouched_total{reason="not UTF-8"}': 1,
+        'kvproxy_untouched_total{reason="not readable as JSON"}': 1,
         'kvproxy_prompt_tokens_total{state="reused"}': 1000,
         'kvproxy_prompt_tokens_total{state="read"}': 2100,
         "kvproxy_hit_ratio": 1000 / 3100,
@@ -15892,20 +15685,14 @@ assert not read and not done and threading.active_count() == 1, (read, done)
 
 
 def test_vendored_scrub() -> None:
-    stamped = {
-        "messages": [
-            {"role": "system", "content": CLAW},
-            {"role": "user", "content": "[Wed 2026-02-18 20:48 UTC] Hello."},
-        ]
-    }
-    before = json.dumps(stamped)
-    body, report = kvproxy.scrub(stamped, Config(replay=False))
-    assert body["messages"][1]["content"] == "Hello." and report.ts_removed == 1
-    assert json.dumps(stamped) == before
-    assert kvproxy.scrub(stamped, Config())[0] == stamped
+    billed = body_of("messages", ("system", f"{HEADER}\nYou code."), ("user", "Hello."))
+    before = json.dumps(billed)
+    body, report = kvproxy.scrub(billed, dialect="messages")
+    assert body["system"] == "You code." and report.billing_removed == 1
+    assert json.dumps(billed) == before
     assert kvproxy.scrub({"a": 1})[1].note
-    with pytest.raises(ValueError, match="dialect"):
-        kvproxy.scrub(stamped, dialect="morse")
+    with pytest.raises(KeyError, match="morse"):
+        kvproxy.scrub(billed, dialect="morse")
 
 
 def test_vendored_program_passes_the_type_checker(tmp_path: Path) -> None:
