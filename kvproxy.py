@@ -261,7 +261,7 @@ DIALECTS = {
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
-TEXT_PARTS = ("text", "input_text", "output_text")  # a tuple: a client's type may be unhashable
+TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a type may be unhashable
 THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
 UNSAID_PARTS = TEXT_PARTS + THOUGHT_PARTS
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
@@ -492,7 +492,7 @@ class Reader:
 
     def parse_turn(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
         """The turn that begins at `at`, behind its bytes. Raises ValueError."""
-        for size in (1 << 12, 1 << 15, 1 << 18, PARSE_LIMIT):  # most are short
+        for size in (1 << 12, 1 << 15, 1 << 18, 1 << 21, PARSE_LIMIT):  # most are short
             text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
             with suppress(ValueError):
                 parsed, end = _strict.raw_decode(text)
@@ -533,7 +533,7 @@ class Report:
 
 
 # ==================================================================================================
-# Scrub: rules that take out what never helps the model. The same text in, the same text out
+# Scrub: rules that take out what never helps the model
 # ==================================================================================================
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "decorations of a text": 256}
@@ -562,7 +562,7 @@ _STAMP = rf"\[[A-Z][a-z]{{2}} \d{{4}}-\d\d-\d\d[ T][\d:]{{5,8}}{_ZONED}\](?: |(?
 _TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-LEADS = (  # decorations in front of a user text: (kind, how it begins, how it ends, if not there)
+LEADS = (  # decorations in front of a user text: (kind, how it begins, how it ends)
     ("stamp", _STAMP, ""),
     ("block", rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
     ("context", _CONTEXT, r"\n(?:\n|\Z)"),
@@ -571,15 +571,17 @@ LEADS = (  # decorations in front of a user text: (kind, how it begins, how it e
     ("runtime", "OpenClaw runtime context for the ", rf"{_INNER_END}|\Z"),
     ("internal", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", _INNER_END),
     ("reminder", "<system-reminder>", "</system-reminder>"),
+    ("reply", r"\[Replying to ", r"\[/Replying\]"),
+    ("line", r"(?:\[(?:media attached|from|Forwarded from)\b[^\]\n]*\]|Delivery: .*)(?=\n|\Z)", ""),
     ("environment", "<environment_(?:context|details)>", "</environment_(?:context|details)>"),
 )
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
-TAILS = (  # decorations behind it: (kind, how it begins, how it ends)
+TAILS = (  # decorations behind it
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
-TAIL_LINE = re.compile(r"\[(?:message_id|media attached)[: ][^\]\n]*\]\Z")
+TAIL_LINE = re.compile(r"\[(?:message_id|media attached): [^\]\n]*\]\Z|Runtime: agent=.* \| ")
 
 
 def lead(text: str) -> tuple[list[tuple[str, str]], int]:
@@ -624,7 +626,7 @@ class Scrubber:
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
-        """Edit a view, in place. Raises Unreadable for a body beyond LIMITS."""
+        """Edit a view, in place. Raises Unreadable."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
         for turn in view.head + view.turns:
@@ -691,8 +693,8 @@ def pays(view: View) -> bool:
 
 def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> None:
     """One system text, at the front: templates such as Qwen's refuse others ("System message must
-    be at the beginning"). What may be said for one turn only does not change it, but becomes a
-    reminder in the user turn beside it; between a call and its results, behind those."""
+    be at the beginning"). What may be said for one turn only becomes a reminder in the user turn
+    beside it, or behind the results of a call."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
@@ -724,7 +726,7 @@ def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> N
 
 def for_the_front(view: View, stays: Callable[[Turn], bool]) -> list[Turn]:
     """The turns that make the system text: leading ones, but no short ones behind a long prompt,
-    and the first later one if no answer came before it and it is known to stay."""
+    and the first later one if it is known to stay and no answer came before."""
     front = view.system()
     if pays(view):
         front = front[:1] + [turn for turn in front[1:] if may_stay(turn, lambda _: True)]
@@ -759,9 +761,9 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
 
 
 def scrub(body: Json, config: Config | None = None, dialect: str = "chat") -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. A
-    body of unknown shape comes back as it is, with `report.note` set. `dialect` is chat, responses,
-    messages or completions: left, report = scrub(body, Config(), "messages")"""
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. An
+    unreadable body comes back as it is, with `report.note` set. `dialect` is chat, responses,
+    messages or completions: scrub(body, Config(), "messages")"""
     config, report, rows = (
         config or Config(),
         Report(),
