@@ -662,7 +662,7 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 
 
 def put_back(view: View, turn: Turn, edited: Turn) -> None:
-    """Put an edited turn in its place, without texts that edits left empty."""
+    """Put an edited turn in its place, without empty texts."""
     content = edited.holder.get(edited.key)
     parts = content if isinstance(content, list) else [content]
     kept = [part for part in parts if str(members(part).get("text", part)).strip()]
@@ -700,12 +700,13 @@ def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> N
         return  # in order
     named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
     if named or not all(turn.slots() for turn in view.head + systems):
-        return  # few-shot examples, or an unknown shape
+        return  # examples, or an unknown shape
     front, kept, waiting = for_the_front(view, stays), list[Turn](), list[Turn]()
-    report.system_moved += len(systems) - (view.turns[0] in systems and not view.head)
+    staying = set(front)
+    report.system_moved += len(systems) - (view.turns[0].role == "system" and not view.head)
     for turn in view.turns:
         if turn.role == "system":
-            waiting += [] if turn in front else [turn]
+            waiting += [] if turn in staying else [turn]
             continue
         result = turn.role == "tool" and kept and kept[-1].role in ("assistant", "tool")
         if waiting and not result:
@@ -739,7 +740,7 @@ def for_the_front(view: View, stays: Callable[[Turn], bool]) -> list[Turn]:
 
 
 def may_stay(turn: Turn, stays: Callable[[Turn], bool]) -> bool:
-    """Whether a system message is known to stay: Claude Code's second one, a long one."""
+    """Whether a system message is known to stay: Claude Code's, or a long one."""
     text = turn.text()
     return text.startswith("# Environment\n") or (len(text) >= LONG_PROMPT and stays(turn))
 
