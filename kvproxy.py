@@ -5296,6 +5296,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.stream and os.fstat(self.stream.fileno()).st_size >= self.limit:
+                self.close()  # Windows renames no open file
                 os.replace(self.baseFilename, self.baseFilename + ".1")
             super().emit(record)
         except OSError:  # it could not be opened anew
@@ -5312,12 +5313,12 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
 
 # --- prompts that the server reads in idle time ---------------------------------------------------
 
-# What stands in front of the turns in a prompt, or decides how they are written.
+# What stands in front of a prompt's turns, or decides how they are written.
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
                  "reasoning_effort", "chat_template_kwargs")  # fmt: skip
-AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
+AHEAD_BYTES = 4 << 20  # longer prompts and answers are not read ahead
 TALKS = 8  # conversations whose newest prompt is kept
-WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
+WRONG_TOKENS = 1000  # read ahead for nothing; given up after two such predictions in a row
 END = re.compile(r'"(?:finish_reason|stop_reason|status)": ?"(\w+)"')
 ENDS = {"stop", "end_turn", "completed", "in_progress"}  # of whole answers without tool calls
 THOUGHT = re.compile(r'"reasoning_content": ?("(?:[^"\\]|\\.)*")')
@@ -5354,13 +5355,8 @@ class Prefill:
             return True
         view, answer = self.view, self.answer.decode("utf-8", "replace")
         said, ends = list(answer_parts(answer_events(self.answer))), END.findall(answer)
-        text = "".join(words for words, _ in said)
-        if (
-            not ends
-            or not ENDS.issuperset(ends)
-            or not text.strip()
-            or any(call for _, call in said)
-        ):
+        text, calls = "".join(words for words, _ in said), any(call for _, call in said)
+        if calls or not text.strip() or not ends or not ENDS.issuperset(ends):
             return False
         item: Json = {"role": "assistant", "content": text}
         if view.dialect.name != "chat":
@@ -5400,8 +5396,8 @@ class Prefill:
 
 
 class Warmup:
-    """Has the server read heads after a start, the newest one to keep it warm, and conversations
-    after an answer: what the next prompt begins with. One thread does it, while nothing runs."""
+    """Has the server read heads after a start, the newest one to keep it warm, and after an answer
+    what the next prompt begins with. One thread does it, while nothing runs."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
@@ -5633,7 +5629,7 @@ PAGE = """<!doctype html>
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
 body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem;
-  overflow-wrap: anywhere }
+  background: Canvas; color: CanvasText; overflow-wrap: anywhere }
 h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
 .state { font-size: 1.6rem; font-weight: 650 } a { color: inherit }
 pre { white-space: pre-wrap; margin: 0 }
@@ -5666,7 +5662,7 @@ POLICY = (
     "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
     " connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
-JSON_LINK = '<p><a href="{0}">All of it as JSON</a></p>'
+JSON_LINK = '<p><a href="{0}">All as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
 DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
@@ -5674,7 +5670,7 @@ TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fai
 MISSES = ("rewritten", "lost", "template")
 LINES = {"+": "add", "-": "del", "@": "soft"}
 
-# Headers of a web server in front, which serves somebody else.
+# Headers of a web server in front, which asks for somebody else.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
@@ -5694,7 +5690,7 @@ class Pages:
         if request.method not in ("GET", "HEAD"):
             return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
         if not self.proxy.known_host(get("host")):
-            return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
+            return self.error(403, "Unknown Host; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
             health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
             return self.json(200, health)
@@ -5718,7 +5714,7 @@ class Pages:
                 if plain or path.endswith(".json"):
                     return self.json(200, self.compared(exchange))
                 return self.request_page(exchange)
-        return self.error(404, "There is no such page.")
+        return self.error(404, "No such page.")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
         body = bytearray()  # takes less memory than dumps()
@@ -5751,11 +5747,11 @@ class Pages:
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
-        """A request with its bodies and what kvproxy changed, in ten times their memory at most."""
+        """A request with its bodies and what kvproxy changed, in ten times their memory."""
         dialect, prompts = exchange.dialect, list[list[Segment]]()
         row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
         for name in ("received", "forwarded"):
-            raw = getattr(exchange, name) or b"(no longer kept)"
+            raw = getattr(exchange, name) or b"(not kept)"
             row[name] = raw.decode("utf-8", "replace")
             values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
             if dialect and len(raw) <= DIFF_BYTES and values <= max(10_000, 8 * len(raw)):
@@ -5805,7 +5801,7 @@ class Pages:
         port = there.rpartition(":")[2]
         more = "<h2>Prompts are shown on that machine only</h2>"
         more += copied(f"ssh -L {port}:{there} THAT-MACHINE")
-        more += f"After this they are at http://127.0.0.1:{port}/kvproxy."
+        more += f"Then open http://127.0.0.1:{port}/kvproxy."
         return self.html(state, main, more)
 
     def request_page(self, exchange: Exchange) -> Answer:
@@ -5814,7 +5810,7 @@ class Pages:
         if weights := row.get("where it goes"):
             told = {**weights.pop("largest tools"), **weights}
             main += [tag("h2", "Where its tokens go"), defined({n: f"{told[n]}" for n in told})]
-        main += [tag("h2", "What kvproxy changed in the prompt"), "" if row["diff"] else "Nothing."]
+        main += [tag("h2", "What kvproxy changed"), "" if row["diff"] else "Nothing."]
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
         if exchange.answer:
             main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
@@ -5911,7 +5907,7 @@ class Pages:
         if not number:
             facts[0], link = f"running for {duration(time.monotonic() - start)}", ""
         spans = link + "".join(tag("span", fact) for fact in facts)
-        return ITEM.format(spans, verdict_html(exchange, near))
+        return ITEM.format(spans, verdict_html(exchange, near) if number else "")
 
 
 def row_of(exchange: Exchange) -> Json:

@@ -14439,7 +14439,7 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
     metrics = ex_metrics(one.get("/kvproxy/metrics").body.decode())
     assert metrics["kvproxy_backend_up"] == 0
     text = one.get("/kvproxy").body.decode()
-    assert ">The model server does not answer (502)<" in text and "cannot be reached" in text
+    assert ">The model server is not ready (502)<" in text and "cannot be reached" in text
     one.server = FakeServer(port=port)
     one.proxy.backend.next_question = 0.0  # ten seconds later
     text = one.get("/kvproxy").body.decode()
