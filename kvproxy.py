@@ -66,7 +66,6 @@ import shutil
 import signal
 import socket
 import socketserver
-import stat
 import struct
 import textwrap
 import threading
@@ -5004,23 +5003,17 @@ SECRET_NAME = re.compile(
     r"|passphrase|credential|signature|session"
     r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
+ADDRESS_NAME = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]+)=")
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
 
 def without_secrets(address: str) -> str:
-    """An address; its path and the parts of its query end where a secret's value begins."""
-    path, mark, query = address.partition("?")
-    return cut_secret(path) + mark + "&".join(map(cut_secret, query.split("&")))
-
-
-def cut_secret(text: str) -> str:
-    names = text.split("=")[:-1]
-    for number, name in enumerate(names, 1):
-        name = re.split(r"[;/?&\s]", name)[-1]
-        if SECRET_NAME.search(urllib.parse.unquote(name)):
-            return "=".join(names[:number]) + "=***"
-    return text
+    """An address, which ends where the value of its first secret begins."""
+    for name in ADDRESS_NAME.finditer(address):
+        if SECRET_NAME.search(urllib.parse.unquote(name[1])):
+            return address[: name.end()] + "***"
+    return address
 
 
 def without_secret_members(body: Json) -> Json:
@@ -5053,14 +5046,12 @@ def capture_row(exchange: Exchange) -> Json:
 
 def open_private(path: str, mode: str) -> Any:
     """A text file to write that only its owner may read. Raises OSError."""
-    private = functools.partial(os.open, mode=0o600)
-    file = open(  # noqa: SIM115 - the caller closes it
-        path, mode, encoding="utf-8", errors="backslashreplace", newline="\n", opener=private
-    )
-    if hasattr(os, "fchmod") and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    if os.path.isfile(path):
         with suppress(OSError):
-            os.fchmod(file.fileno(), 0o600)
-    return file
+            os.chmod(path, 0o600)
+    private = functools.partial(os.open, mode=0o600)
+    form: Any = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+    return open(path, mode, opener=private, **form)
 
 
 @contextlib.contextmanager
@@ -5069,20 +5060,18 @@ def stops_the_start(setting: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"cannot be written ({error.strerror or error})"
-        advice = "name a file in a folder that you may write to"
-        raise ConfigError(f"{setting}={path!r}: {why}; {advice}") from None
+        why = f"{setting}={path!r}: cannot be written ({error.strerror or error})"
+        raise ConfigError(f"{why}; name a file in a folder that you may write to") from None
 
 
 class PrivateFile(logging.handlers.WatchedFileHandler):
-    """LOG_FILE or CAPTURE_FILE, opened anew after a rename; at its limit it becomes FILE.1. A
-    full disk costs one line, not one for each record. Raises ConfigError."""
+    """LOG_FILE or CAPTURE_FILE, opened anew after a rename; behind its limit it becomes FILE.1. A
+    full disk is told once. Raises ConfigError."""
 
     def __init__(
         self, setting: str, path: str, tell: Callable[[str], Any], limit: float = math.inf
     ) -> None:
         self.setting, self.tell, self.limit = setting, tell, limit  # in bytes
-        self.told = False
         with stops_the_start(setting, path):
             super().__init__(os.path.expanduser(path))
 
@@ -5097,111 +5086,43 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self.stream and self.limit < math.inf:
-                size = os.fstat(self.stream.fileno()).st_size
-                if size and size + len(self.format(record)) >= self.limit:
-                    self.stream.close()
-                    self.stream = cast(Any, None)
-                    os.replace(self.baseFilename, self.baseFilename + ".1")
+            if self.stream and os.fstat(self.stream.fileno()).st_size >= self.limit:
+                self.close()  # Windows renames no open file
+                os.replace(self.baseFilename, self.baseFilename + ".1")
             super().emit(record)
         except OSError:  # it could not be opened anew
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        fault = sys.exc_info()[1]
+        fault, tell = sys.exc_info()[1], self.tell
         if not isinstance(fault, OSError):
-            super().handleError(record)
-        elif not self.told:
-            self.told = True
-            with suppress(OSError):
-                self.tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
+            return super().handleError(record)
+        self.tell = lambda text: None
+        with suppress(OSError):
+            tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
 
 
-FRONT_MEMBERS = ("model", "system", "instructions", "tools", "tool_choice", "parallel_tool_calls",
-                 "reasoning", "reasoning_effort", "chat_template_kwargs")  # fmt: skip
-AHEAD_BYTES = 4 << 20  # longer prompts and answers are not kept to be read ahead
+# --- prompts that the server reads in idle time ---------------------------------------------------
+
+# What stands in front of a prompt's turns, or decides how they are written.
+FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
+                 "reasoning_effort", "chat_template_kwargs")  # fmt: skip
+AHEAD_BYTES = 4 << 20  # longer prompts and answers are not read ahead
 TALKS = 8  # conversations whose newest prompt is kept
-WRONG_TOKENS = 1000  # read ahead for nothing; after two such predictions in a row it is given up
-# How an answer ends that is whole, and calls no tool.
-WHOLE = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
+WRONG_TOKENS = 1000  # read ahead for nothing; given up after two such predictions in a row
+END = re.compile(r'"(?:finish_reason|stop_reason|status)": ?"(\w+)"')
+ENDS = {"stop", "end_turn", "completed", "in_progress"}  # of whole answers without tool calls
+THOUGHT = re.compile(r'"reasoning_content": ?("(?:[^"\\]|\\.)*")')
 
 
 def front_members(body: Json) -> Json:
-    """What stands in front of the turns in a prompt, or decides how they are written."""
-    front = {name: body[name] for name in FRONT_MEMBERS if name in body}
-    if front.get("tool_choice") not in (None, "auto", "none"):
-        del front["tool_choice"]  # a forced call has no place in a request that is not answered
-    return front
+    return {name: body[name] for name in FRONT_MEMBERS if name in body}
 
 
-def read_form(view: View) -> tuple[Json, list[tuple[str, str]]]:
+def read_form(view: View) -> list[Any]:
     """Front and turns of a prompt, the same for all that the server reads alike."""
-    front = front_members(view.body)
-    front.pop("instructions", None)
-    front["system"] = [turn.text() for turn in view.head]
-    front["tools"] = [bare(tool) if members(tool) else tool for tool in listed(front.get("tools"))]
-    return front, [(turn.role, told_of(turn).rstrip()) for turn in view.turns]
-
-
-def echo_of(answer: bytes, dialect: Dialect, reasons: bool, parts: bool) -> list[Turn]:
-    """The turns with which a client will repeat an answer; none for one that cannot be told.
-    Clients may send `reasons` back, and texts as lists of `parts`."""
-    events = [event for window in answer_events(answer, b"") for event in window]
-    end = None
-    output: list[Json] = []  # blocks or items of the answer
-    if dialect.name == "chat":
-        choices = [members(one) for event in events for one in listed(event.get("choices"))]
-        deltas = [members(one.get("delta") or one.get("message")) for one in choices]
-        if any(one.get("tool_calls") or listed(one.get("content")) for one in deltas):
-            return []
-        if any(one.get("index") for one in choices):
-            return []
-        ends = [one["finish_reason"] for one in choices if one.get("finish_reason")]
-        end = ends[-1] if ends else None
-        said, thought = (
-            "".join(str(one.get(key) or "") for one in deltas)
-            for key in ("content", "reasoning_content")
-        )
-        content = [{"type": "text", "text": said}] if parts else said
-        items: list[Json] = [{"role": "assistant", "content": content}]
-        if reasons and thought:
-            items[0]["reasoning_content"] = thought
-    elif dialect.name == "messages":
-        blocks = dict[str, Json]()
-        for event in events:
-            index, delta = str(event.get("index")), members(event.get("delta"))
-            end = event.get("stop_reason") or delta.get("stop_reason") or end
-            whole = enumerate(listed(event.get("content")))  # an answer that was not streamed
-            blocks |= {str(number): members(block) for number, block in whole}
-            if "content_block" in event:
-                blocks[index] = members(event["content_block"])
-            for key in ("text", "thinking", "signature"):
-                if index in blocks and key in delta:
-                    blocks[index][key] = str(blocks[index].get(key) or "") + str(delta[key])
-        output = list(blocks.values())
-        kept = [block for block in output if reasons or block.get("type") == "text"]
-        items = [{"role": "assistant", "content": kept}]
-    else:
-        responses = [members(event.get("response") or event) for event in events]
-        last = next((one for one in reversed(responses) if one.get("output")), {})
-        end, output = last.get("status"), list(map(members, listed(last.get("output"))))
-        said_items = (one for one in output if one.get("content"))
-        items = [one for one in said_items if reasons or one.get("type") == "message"]
-    turns = list(map(turn_of, items))
-    speaks = any(turn.role == "assistant" and turn.text().strip() for turn in turns)
-    no_calls = {str(one.get("type")) for one in output} <= {"text", "message", *REASONING_PARTS}
-    return turns if speaks and no_calls and end == WHOLE[dialect.name] else []
-
-
-@dataclasses.dataclass
-class Agent:
-    """What was seen of the clients with one User-Agent."""
-
-    name: str
-    helps: bool = False  # it was seen that reading ahead would have helped
-    wrong: int = 0  # predictions in a row that cost WRONG_TOKENS
-    reasons: bool = False  # they sent reasoning back
-    parts: bool = False  # they sent answers as lists of parts
+    turns = [turn for turn in view.turns if turn.role != "reasoning"]
+    return [front_members(view.body), *[(turn.role, told_of(turn).rstrip()) for turn in turns]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -5210,15 +5131,32 @@ class Prefill:
 
     path: str
     view: View  # as it was forwarded
-    keys: dict[str, str] | None = None  # None: the newest client's
-    agent: Agent = dataclasses.field(default_factory=lambda: Agent(""))
+    read_at: float = 0.0  # 0: never
+    client: str = ""  # the program whose conversation it is
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)  # {}: the newest client's
     answer: bytes = b""  # until it stands in `view`
-    due: bool = True  # to be read
-    closed: bool = False  # was read, or given up
     sock: socket.socket | None = None
+    given_up: bool = False  # while it was read
     waiting: set[Exchange] = dataclasses.field(default_factory=set)  # what is held for it
     usage: Usage = dataclasses.field(default_factory=Usage)
-    idle_tokens: int = 0
+
+    def add_answer(self) -> bool:
+        """Put the answer, as the client will repeat it, behind the prompt; False if unknown."""
+        if not self.answer:
+            return True
+        view, answer = self.view, self.answer.decode("utf-8", "replace")
+        said, ends = list(answer_parts(answer_events(self.answer))), END.findall(answer)
+        text, calls = "".join(words for words, _ in said), any(call for _, call in said)
+        if calls or not text.strip() or not ends or not ENDS.issuperset(ends):
+            return False
+        item: Json = {"role": "assistant", "content": text}
+        if view.dialect.name != "chat":
+            kind = "output_text" if view.dialect.name == "responses" else "text"
+            item["content"] = [{"type": kind, "text": text}]
+        elif Prompt(view).reasoning:  # the client sends it back
+            item["reasoning_content"] = "".join(map(json.loads, THOUGHT.findall(answer)))
+        self.view, self.answer = dataclasses.replace(view, turns=[*view.turns, turn_of(item)]), b""
+        return True
 
     def body(self) -> bytes:
         """One token is wanted, which nobody reads. Behind the prompt stands a placeholder: many
@@ -5230,129 +5168,118 @@ class Prefill:
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
-        if self.closed:
-            raise ConnectionAbortedError("given up before there was a connection")
+        if self.given_up:
+            raise ConnectionAbortedError
 
-    def close(self) -> None:
-        """Give it up. The thread that waits for the answer wakes, and closes the connection."""
-        self.closed = True
+    def give_up(self) -> None:
+        """The thread that waits for the answer wakes, and closes the connection."""
+        self.given_up = True
         if self.sock is not None:
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
-        if path == self.path:
-            with suppress(RecursionError):  # nested deeply
-                front, turns = read_form(self.view)
-                other_front, other_turns = read_form(view)
-                return front == other_front and turns == other_turns[: len(turns)]
+        with suppress(RecursionError):  # nested deeply
+            ours, theirs = read_form(self.view), read_form(view)
+            return path == self.path and theirs[: len(ours)] == ours
         return False
-
-    def add_answer(self) -> bool:
-        """Put the answer, as the client will repeat it, behind the prompt; False if unknown."""
-        answer, self.answer = self.answer, b""
-        if answers := [turn for turn in self.view.turns if turn.role == "assistant"]:
-            self.agent.reasons = bool(Prompt(self.view).reasoning)
-            self.agent.parts = any(isinstance(turn.holder.get(turn.key), list) for turn in answers)
-        echo = echo_of(answer, self.view.dialect, self.agent.reasons, self.agent.parts)
-        self.view = dataclasses.replace(self.view, turns=[*self.view.turns, *echo])
-        return bool(echo)
 
 
 class Warmup:
     """Has the server read heads after a start, the newest one to keep it warm, and after an answer
-    what the next prompt begins with. One thread does it, while no request is running."""
+    what the next prompt begins with. One thread does it, while nothing runs."""
 
-    LOOK = 0.1  # seconds between two looks at what is due
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
     AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
-    NOT_READY = (0, 502, 503, 504)
-    HOLD_LOOK = 0.02  # seconds between two looks at a prefill that a request waits for
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.heads: dict[str, Prefill] = {}  # newest last
-        # (conversation, client) -> its newest prompt, newest last
-        self.talks: dict[tuple[str, bytes], Prefill] = {}
-        self.agents: dict[str, Agent] = {}
-        self.prefill: Prefill | None = None  # the one that is under way
-        self.written: tuple[str, list[Shape]] = "", []  # newest head and shapes in the file
+        self.talks: dict[tuple[str, bytes], Prefill] = {}  # by conversation and client
+        self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
+        self.prefill: Prefill | None = None  # the one that is being read
         self.guard = threading.Lock()  # of all these
-        self.writing = threading.Lock()  # the file; requests on their way need the other one
-        self.lost_at = proxy.backend.lost_at
+        self.written: tuple[list[str], list[Shape]] = [], []  # heads and shapes in the file
         self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
-        self.next_try = 0.0  # of a server that was away, or refused the keys
+        self.next_try = 0.0  # of heads, when the server was away or refused the keys
         self.over = threading.Event()
-        self.thread: threading.Thread | None = None
 
     def start(self) -> None:
         self.over.clear()
-        if self.enabled or self.config.prefill_ahead != "0":
-            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-            self.thread.start()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
-        """End the thread, in the middle of a prefill as well."""
         self.over.set()
         with self.guard:
-            prefill = self.prefill
-        if prefill is not None:
-            prefill.close()
-        if self.thread is not None:
-            self.thread.join(5)
+            if self.prefill is not None:
+                self.prefill.give_up()
+        self.thread.join(5)
+        self.save()
 
     def run(self) -> None:
-        while not self.over.wait(self.LOOK):
+        while not self.over.wait(0.1):
             with self.proxy.faults_logged("warm-up failed"):
+                self.save()
                 self.step()
 
     def step(self) -> None:
         """Have the server read what is due, if nothing else is going on."""
-        now = time.monotonic()
-        idle = now - self.proxy.last_end
+        now, last_end = time.monotonic(), self.proxy.last_end
         with self.guard:
-            talk = next((talk for talk in self.talks.values() if talk.due), None)
+            heads = list(self.heads.values())
+            talks = [talk for talk in self.talks.values() if not talk.read_at]
+        due = [head for head in heads if head.read_at <= self.proxy.backend.lost_at]
+        if keepalive := self.config.keepalive_seconds:
+            due += [one for one in heads[-1:] if now - max(one.read_at, last_end) >= keepalive]
         if self.proxy.running:
             return
-        if talk is not None and idle >= self.config.prefill_ahead_seconds:
-            talk.due = False  # what fails is not tried again
-            if not talk.answer or talk.add_answer():
-                self.send(talk, f"read ahead | {talk.agent.name}")
-        elif idle >= self.FIRST_WAIT and now >= self.next_try:  # else an agent runs its tools
-            self.warm(idle)
+        if talks and now - last_end >= self.config.prefill_ahead_seconds:
+            talks[0].read_at = now  # what fails is not tried again
+            if talks[0].add_answer():
+                self.send(talks[0], f"read ahead | {talks[0].client}")
+        elif due and now - last_end >= self.FIRST_WAIT and now >= self.next_try:
+            self.state = "reading"
+            status, told = self.send(due[0], "warm-up")
+            self.state = "warm" if status == 200 else told
+            if status in (0, 502, 503, 504):
+                self.next_try = time.monotonic() + self.AWAY_WAIT
+            elif status in (401, 403):
+                self.next_try = math.inf  # until a client brings keys
+            else:
+                due[0].read_at = time.monotonic()
 
-    def send(self, prefill: Prefill, name: str) -> int:
-        """Have the server read a prompt; returns the status, 0 without an answer."""
+    def send(self, prefill: Prefill, name: str) -> tuple[int, str]:
+        """Have the server read a prompt; returns the status (0: no answer), and what to tell."""
         with self.guard:
-            prefill.usage = Usage()
-            prefill.closed = bool(self.proxy.running) or self.over.is_set()
-            if prefill.closed:
-                return 0
+            prefill.given_up, prefill.usage = False, Usage()
+            if self.proxy.running or self.over.is_set():
+                return 0, "interrupted"
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
-        told, started, status = "interrupted", time.monotonic(), 0
+        started, status, backend = time.monotonic(), 0, self.proxy.backend
         try:
-            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
-            keys = self.keys if prefill.keys is None else prefill.keys
-            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body(), prefill.opened)
-            if status:
-                told = f"the server answers {status}"
-            if status == 200:
-                prefill.usage = usage_of([[members(answer)]])
-                told = f"tokens read: {read_of(prefill.usage)}"
+            url, keys, body = backend.locate(), prefill.keys or self.keys, prefill.body()
+            seconds, opened = self.config.read_timeout, prefill.opened
+            status, answer = fetch(url, prefill.path, seconds, keys, body, opened)
+            prefill.usage = usage_of([[members(answer)]])
         except OSError:
             pass
         finally:
-            self.prefill, prefill.sock, prefill.closed = None, None, True
-        read = prefill.usage.read() or 0
-        prefill.idle_tokens += read
+            self.prefill = prefill.sock = None
+        told = f"the server answers {status}" if status else "interrupted"
+        if status == 200:
+            told = f"tokens read: {read_of(prefill.usage)}"
+        elif not status and not prefill.given_up:
+            backend.lost()
+            told = "the server is away"
         with self.proxy.metrics.guard:
-            self.proxy.metrics.counts["idle_tokens_total", ""] += read
+            self.proxy.metrics.counts["idle_tokens_total", ""] += prefill.usage.read() or 0
         self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
-        return status
+        return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
         """Called before a request is forwarded. If it begins with what the server is reading, it
@@ -5364,24 +5291,75 @@ class Warmup:
         with self.guard:
             prefill = self.prefill
         if prefill is not None and view is not None and prefill.begins(path, view):
-            until = time.monotonic() + self.config.read_timeout
             prefill.waiting.add(exchange)
             try:
-                while not prefill.closed and time.monotonic() < until:
-                    watch(0, self.HOLD_LOOK)
+                while self.prefill is prefill:  # READ_TIMEOUT at most
+                    watch(0, 0.02)
             finally:
                 prefill.waiting.discard(exchange)
         if prefill is not None and not prefill.waiting:
-            prefill.close()
-        if view is not None:
+            prefill.give_up()
+        if view is not None and not side_of(view, exchange.request.get(AGENT_ID)):
             self.follow(exchange, view, path)
+
+    def follow(self, exchange: Exchange, view: View, path: str) -> None:
+        """See whether a request begins with what was read ahead, and have its answer kept."""
+        client, tap, config = client_of(exchange), exchange.tap, self.config
+        if config.prefill_ahead == "1" and config.scrub and client not in self.wrong:
+            remember(self.wrong, client, 0, 256)
+        wrong = self.wrong.get(client, 2)
+        if wrong > 1 or tap is None:
+            return
+        with self.guard:
+            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
+        if talk is not None and talk.begins(path, view):
+            wrong, exchange.ahead = 0, talk.usage.prompt
+        elif talk is not None and (talk.usage.read() or 0) > WRONG_TOKENS:
+            wrong += 1
+            self.proxy.log.info("read ahead | %s sent another prompt than was predicted", client)
+        self.wrong[client] = wrong
+        tap.whole = bytearray() if wrong < 2 else None
+
+    def plan(self, exchange: Exchange, view: View, side: str) -> None:
+        """After an answer: read what follows; after a side request, read it again."""
+        whose, tap, talks = exchange.client, exchange.tap, self.talks.copy().items()
+        if side:
+            for talk in [talk for (_, one), talk in talks if one == whose][-1:]:
+                talk.read_at = 0.0
+            return
+        fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
+        fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
+        fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
+        if fit and tap is not None and tap.whole:
+            name, path = exchange.trace.conversation, exchange.request.path.partition("?")[0]
+            keys = keys_of(exchange.request)
+            keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
+            talk = Prefill(path, view, 0.0, client_of(exchange), keys, bytes(tap.whole))
+            with self.guard:
+                self.talks[name, whose] = talk
+                if len(self.talks) > TALKS:
+                    del self.talks[next(iter(self.talks))]
+
+    def notice(self, exchange: Exchange, case: Case) -> None:
+        client, kind = client_of(exchange), case.verdict.kind
+        auto = self.config.prefill_ahead == "auto" and self.config.scrub
+        auto = auto and self.proxy.backend.owner == LLAMA
+        side = kind == "taken" and any(one.side for one in case.between)
+        if auto and (kind == "template" or side) and client not in self.wrong:
+            remember(self.wrong, client, 0, 256)
+            why = "a side request" if side else "the template"
+            self.proxy.log.info("read ahead | on for %s, because of %s", client, why)
 
     def load(self) -> None:
         """Read the heads of earlier runs. Raises OSError when the file cannot be written."""
-        replay, lifter = self.proxy.replay, self.proxy.editor.lifter
+        lifter, config = self.proxy.editor.lifter, self.config
         if not self.path:
             return
-        if os.path.exists(self.path) and not os.path.isfile(self.path):
+        open_private(self.path + ".tmp", "w").close()
+        os.unlink(self.path + ".tmp")
+        if not os.path.exists(self.path):
+            return
+        if not os.path.isfile(self.path):
             raise OSError("it is no plain file")
         try:
             with open(self.path, encoding="ascii") as file:
@@ -5390,239 +5368,100 @@ class Warmup:
             if lifter.learns:
                 lifter.learner.add(shapes)
                 lifter.learner.news.clear()  # they were told when they were new
-            for key, head in list(heads.items())[-self.config.warmup_heads :]:
+            for key, head in list(heads.items())[-config.warmup_heads :]:
                 view = view_of(head["body"], cast(Dialect, dialect_of(head["path"])[0]))
-                del view.turns[view.leading() :]  # a placeholder, in older files
-                if self.config.scrub and self.config.replay:
-                    replay.tools.apply(view, ANYBODY)
-                self.heads[key] = Prefill(head["path"], view_of(parse(view.dump()), view.dialect))
-        except FileNotFoundError:  # none yet
-            pass
+                if config.scrub and config.replay:
+                    self.proxy.replay.tools.apply(view, ANYBODY)
+                self.heads[key] = Prefill(head["path"], view)
         except Exception as error:  # noqa: BLE001 - whatever somebody has written there
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
-        open_private(self.path + ".tmp", "w").close()
-        os.unlink(self.path + ".tmp")
 
     def remember(self, exchange: Exchange, view: View) -> None:
-        """Keep the head of a request that was answered."""
-        if not self.enabled or not view.dialect.edited or not view.system():
+        if not self.enabled or not view.system():
             return
         self.keys, self.next_try = keys_of(exchange.request), 0.0
         path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
         body = front.dump()  # the turns of the view would keep all of the request in memory
-        head = Prefill(path, view_of(parse(body), view.dialect), due=False)
         key = digest(path, body).hex()
-        written = key, list(self.proxy.editor.lifter.learner.shapes)
         with self.guard:
             self.heads.pop(key, None)
-            self.heads[key] = head
+            self.heads[key] = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
             if len(self.heads) > self.config.warmup_heads:
                 del self.heads[next(iter(self.heads))]
-        with self.writing:
-            if written != self.written and self.path:
-                self.written = written
-                self.write(written[1])
 
-    def write(self, shapes: list[Shape]) -> None:
-        """Write the file, whole or not at all."""
+    def save(self) -> None:
+        """Write the file if anything is new: whole, or not at all."""
         with self.guard:
-            kept = dict(self.heads)
+            kept, shapes = dict(self.heads), list(self.proxy.editor.lifter.learner.shapes)
+        if not self.path or self.written == (list(kept), shapes):
+            return
+        self.written, name = (list(kept), shapes), self.path + ".tmp"
         heads = {key: {"path": one.path, "body": one.view.body} for key, one in kept.items()}
-        learned = {"learned": shapes} if shapes else {}
-        name = self.path + ".tmp"
         try:
             with open_private(name, "w") as file:
-                json.dump({**heads, **learned}, file)
+                json.dump({**heads, **({"learned": shapes} if shapes else {})}, file)
             os.replace(name, self.path)
         except OSError as error:
-            text = "WARMUP_FILE=%r cannot be written any more: %s"
-            self.proxy.log.warning(text, self.path, error)
+            self.proxy.log.warning("WARMUP_FILE=%r cannot be written: %s", self.path, error)
             self.path = ""
             with suppress(OSError):
                 os.unlink(name)
-
-    def warm(self, idle: float) -> None:
-        """Read heads after a start and after the backend was away; keep the newest one warm."""
-        backend, keepalive = self.proxy.backend, self.config.keepalive_seconds
-        with self.guard:
-            heads = list(self.heads.values())
-        if backend.lost_at != self.lost_at and self.path:
-            for head in heads:
-                head.due = True
-        self.lost_at = backend.lost_at
-        due = [head for head in heads if head.due]
-        if not due and keepalive and idle >= keepalive:
-            due = heads[-1:]
-        if not due:
-            return  # a server that has nothing to read is not asked anything
-        if backend.ask("/health", 4.0)[0] in self.NOT_READY:
-            backend.lost()
-            self.state = "the server is away"
-            self.next_try = time.monotonic() + self.AWAY_WAIT
-            return
-        for number, head in enumerate(due, 1):
-            self.state = f"head {number} of {len(due)}"
-            status = self.send(head, f"warm-up | {self.state}")
-            self.state = {200: "warm", 0: "interrupted"}.get(status, f"the server answers {status}")
-            if status in (401, 403):
-                self.next_try = math.inf  # until a client brings keys
-                return
-            if status in self.NOT_READY:
-                self.next_try = time.monotonic() + self.AWAY_WAIT
-                return
-            head.due, self.proxy.last_end = False, time.monotonic()
-
-    def agent(self, request: Request) -> Agent:
-        key = request.get("user-agent")
-        with self.guard:
-            if key not in self.agents:
-                name = visible(key[:60]) or "clients without a name"
-                remember(self.agents, key, Agent(name), 256)
-            return self.agents[key]
-
-    def reads_ahead(self, agent: Agent) -> bool:
-        """Whether prompts of such clients are read ahead."""
-        mode = self.config.prefill_ahead
-        seen = mode == "auto" and agent.helps and self.proxy.backend.owner == LLAMA
-        return bool(mode == "1" or seen) and self.config.scrub and agent.wrong < 2
-
-    def notice(self, exchange: Exchange, case: Case) -> None:
-        """Note that reading ahead would have helped; with `auto` that is when it begins."""
-        kind, owner = case.verdict.kind, self.proxy.backend.owner
-        agent = self.agent(exchange.request)
-        side = kind == "taken" and any(one.side for one in case.between)
-        found = self.config.prefill_ahead == "auto" and owner and (kind == "template" or side)
-        if found and not agent.helps:
-            agent.helps = True
-            on = "on" if owner == LLAMA else "off, since the server is no llama.cpp,"
-            why = "a side request takes the slot" if side else "the chat template changes old turns"
-            self.proxy.log.info("read ahead | %s for %s: %s", on, agent.name, why)
-
-    def told(self) -> str:
-        """For whom it is on, for the page; '' where nothing came up."""
-        agents = list(self.agents.values())
-        told = [one.name for one in agents if self.reads_ahead(one)]
-        told += [f"given up for {one.name}" for one in agents if one.wrong > 1]
-        helps = any(one.helps for one in agents) and not told
-        return "off: the server is no llama.cpp" if helps else ", ".join(told)
-
-    def follow(self, exchange: Exchange, view: View, path: str) -> None:
-        """Before a request is forwarded: whether it begins with what was read ahead."""
-        agent, sub_agent = self.agent(exchange.request), exchange.request.get(AGENT_ID)
-        if not self.reads_ahead(agent) or side_of(view, sub_agent):
-            return
-        with self.guard:
-            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
-        if talk is not None and talk.closed and talk.begins(path, view):
-            agent.wrong, exchange.ahead = 0, talk.usage.prompt
-        elif talk is not None and talk.idle_tokens > WRONG_TOKENS:
-            agent.wrong += 1
-            if agent.wrong > 1:
-                text = "read ahead | given up for %s: other prompts came than were predicted"
-                self.proxy.log.info(text, agent.name)
-        if view.dialect.edited and exchange.tap is not None:
-            exchange.tap.whole = bytearray()
-
-    def plan(self, exchange: Exchange, view: View, side: str) -> None:
-        """After an answer: read what follows; after a side request, read it again."""
-        tap, agent, client = exchange.tap, self.agent(exchange.request), exchange.client
-        if not self.reads_ahead(agent):
-            return
-        fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
-        fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
-        fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
-        with self.guard:
-            if side:
-                mine = [talk for (_, whose), talk in self.talks.items() if whose == client]
-                for talk in mine[-1:]:
-                    talk.due = True
-            elif fit and tap is not None and tap.whole:
-                path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
-                name = exchange.trace.conversation
-                keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
-                self.talks[name, client] = Prefill(path, view, keys, agent, bytes(tap.whole))
-                if len(self.talks) > TALKS:
-                    del self.talks[next(iter(self.talks))]
-
-    def rest(self) -> None:
-        """Wait until what follows an answer that just came has been read ahead."""
-        until = time.monotonic() + 2 + self.config.prefill_ahead_seconds
-        while self.prefill or time.monotonic() < until:
-            if any(one.closed and not one.due for one in list(self.talks.values())):
-                return
-            time.sleep(0.01)
 
 
 # ==================================================================================================
 # Status: the proxy's own endpoints, under /kvproxy
 # ==================================================================================================
 
-# A page is complete without its script, which renews <main>.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
+<html lang="en"><head>
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem;
-  color: light-dark(#1c2127, #e6e9ec); background: light-dark(#fff, #14181c);
-  overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
-h1 { font-size: 1rem } h1 a { color: var(--soft) } h2 { font-size: 1.2rem; margin: 1.6rem 0 .3rem }
-h3 { font-size: .9rem; color: var(--soft); margin: 1rem 0 0 } p, dd, ol { margin: 0; padding: 0 }
-a { color: inherit } .state { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
-.soft, dt { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
+body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem;
+  background: Canvas; color: CanvasText; overflow-wrap: anywhere }
+h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
+.state { font-size: 1.6rem; font-weight: 650 } a { color: inherit }
+pre { white-space: pre-wrap; margin: 0 }
+h1, h3, dt, .soft { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
 .bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
-dt, code, button { font-size: .85rem } pre { white-space: pre-wrap; font-size: .85rem }
-dl { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem } dd { font-size: 1.25rem }
-li { list-style: none; border-top: 1px solid var(--soft); padding: .5rem 0 }
-.row { display: flex; flex-wrap: wrap; gap: 0 .8rem } summary { margin-top: 1rem }
+li { list-style: none; border-top: 1px solid; padding: .5rem 0 }
+dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 </style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
 <main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
-addEventListener("click", async (event) => {
-  const button = event.target.closest("[data-copy]");
-  if (!button) return;
-  try {
-    await navigator.clipboard.writeText(button.dataset.copy);
-    button.textContent = "copied";
-  } catch (error) {
-    getSelection().selectAllChildren(button.previousElementSibling);
-    button.textContent = "press Ctrl+C";
-  }
+addEventListener("click", async ({ target }) => {
+  if (target.tagName !== "BUTTON") return;
+  await navigator.clipboard.writeText(target.previousElementSibling.textContent);
+  target.textContent = "copied";
 });
 const main = document.querySelector("main");
-const named = (one) => one.getAttribute("href") || one.dataset.copy;
 if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
-  const focus = named(document.activeElement);
-  try {
-    const answer = await fetch("/kvproxy");
-    if (!answer.ok) throw answer.status;
-    const text = await answer.text();  // the head has another nonce, and is left out
-    const news = text.slice(text.indexOf("<main>") + 6, text.indexOf("</main>"));
-    if (news !== main.shown) main.innerHTML = main.shown = news;
-  } catch (error) {
-    document.getElementById("state").textContent = main.shown =
-      "kvproxy does not answer; this is what it told last";
-    document.getElementById("state").className = "state bad";
-  }
-  const again = [...main.querySelectorAll("a, button")].find((one) => named(one) === focus);
-  if (again) again.focus({ preventScroll: true });
+  const focus = document.activeElement.getAttribute("href");
+  const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
+  const news = answer.split(/<.?main>/)[1]  // the head has another nonce
+    || '<p id="state" class="state bad">kvproxy does not answer</p>';
+  if (news !== main.shown) main.innerHTML = main.shown = news;
+  main.querySelector(`[href="${focus}"]`)?.focus({ preventScroll: true });
   document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script></body></html>
 """
-JSON_LINK = '<p class="soft"><a href="{0}">{1} as JSON</a></p>'
+POLICY = (
+    "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
+    " connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
+JSON_LINK = '<p><a href="{0}">All as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
-COPY = '<code>{0}</code> <button type="button" data-copy="{0}">copy</button>'
+COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
 DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
-
-# of verdicts; all others are neither
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
+LINES = {"+": "add", "-": "del", "@": "soft"}
 
-# Headers with which a web server in front tells that a request is somebody else's.
+# Headers of a web server in front, which asks for somebody else.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
@@ -5631,51 +5470,48 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 class Pages:
     """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
 
-    SHOWN = 20  # requests on the page; all that are kept stand in /kvproxy/requests
-    HEADERS: Headers = [(b"X-Content-Type-Options", b"nosniff")]  # noqa: RUF012
+    SHOWN = 20  # requests on the page
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
 
     def answer(self, request: Request, peer: str) -> Answer:
         """(status, body, headers, content type) for a request that came from the address `peer`."""
-        path = request.path.partition("?")[0].rstrip("/")
+        path, get = request.path.partition("?")[0].rstrip("/"), request.get
         if request.method not in ("GET", "HEAD"):
             return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
-        if not self.proxy.known_host(request.get("host")):
-            return self.error(403, "This Host is not known here; see ALLOWED_HOSTS.")
+        if not self.proxy.known_host(get("host")):
+            return self.error(403, "Unknown Host; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
             health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
             return self.json(200, health)
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
-        origin, site = request.get("origin"), request.get("sec-fetch-site")
-        ours = not origin or origin.partition("://")[2] == request.get("host")
-        same_site = ours and site in ("", "none", "same-origin")  # as browsers tell
+        ours = not get("origin") or get("origin").partition("://")[2] == get("host")
+        same_site = ours and get("sec-fetch-site") in ("", "none", "same-origin")
         here = is_loopback(peer) or peer == self.proxy.config.listen_host
         near = here and not any(map(FORWARDED.match, request.headers.keys()))
         if path == "/kvproxy" and same_site:
-            return self.page(near, request.get("x-forwarded-host") or request.get("host"))
+            return self.page(near)
         if not (near and same_site):
-            why = "Prompts are shown on this machine only, and not through a web server."
-            return self.error(403, why)
+            return self.error(403, "Prompts are for this machine only, not through a web server.")
         with self.proxy.metrics.guard:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
             return self.json(200, {"requests": [row_of(exchange) for exchange in recent]})
-        wanted = request.get("accept")
-        if "application/json" in wanted and "text/html" not in wanted:
-            path = path.removesuffix(".json") + ".json"
+        plain = "application/json" in get("accept") and "text/html" not in get("accept")
         for exchange in map(copy.copy, recent):  # the bodies may be let go of meanwhile
-            if path == f"/kvproxy/requests/{exchange.number}":
+            if path.removesuffix(".json") == f"/kvproxy/requests/{exchange.number}":
+                if plain or path.endswith(".json"):
+                    return self.json(200, self.compared(exchange))
                 return self.request_page(exchange)
-            if path == f"/kvproxy/requests/{exchange.number}.json":
-                return self.detail(exchange)
-        return self.error(404, "There is no such page.")
+        return self.error(404, "No such page.")
 
     def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
-        body = json.dumps(value, indent=1).encode()
-        return status, body, [*self.HEADERS, *headers], "application/json"
+        body = bytearray()  # takes less memory than dumps()
+        for piece in json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value):
+            body += piece.encode("utf-8", "backslashreplace")
+        return status, body, list(headers), "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -5684,8 +5520,7 @@ class Pages:
         """Prometheus text format."""
         proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
         with metrics.guard:
-            values = dict(metrics.counts)
-            rate = reused_share(metrics.window)
+            values, rate = dict(metrics.counts), reused_share(metrics.window)
         if rate is not None:
             values["hit_ratio", ""] = rate
         if proxy.backend.away is not None:
@@ -5698,19 +5533,21 @@ class Pages:
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
             for (of, value), number in sorted(values.items()):
-                if of == name:
-                    labels = f'{{{label}="{value}"}}' if label else ""
-                    lines.append(f"kvproxy_{name}{labels} {number}")
+                labels = f'{{{label}="{value}"}}' if label else ""
+                lines += [f"kvproxy_{name}{labels} {number}"] if of == name else []
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
-        """A request with what kvproxy changed in it, and where its tokens go."""
+        """A request with its bodies and what kvproxy changed, in ten times their memory."""
+        dialect, prompts = exchange.dialect, list[list[Segment]]()
         row: Json = {**row_of(exchange), "answer": exchange.answer, "diff": []}
-        prompts = list[list[Segment]]()
-        with suppress(Unreadable, RecursionError):
-            for raw in (exchange.received, exchange.forwarded):
-                if raw is not None and exchange.dialect is not None and comparable(raw):
-                    prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
+        for name in ("received", "forwarded"):
+            raw = getattr(exchange, name) or b"(not kept)"
+            row[name] = raw.decode("utf-8", "replace")
+            values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
+            if dialect and len(raw) <= DIFF_BYTES and values <= max(10_000, 8 * len(raw)):
+                with suppress(Unreadable, RecursionError):
+                    prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
 
         def count(text: str) -> int | None:
             body, request = dump({"content": text}), exchange.request
@@ -5719,250 +5556,178 @@ class Pages:
             return len(tokens) if isinstance(tokens, list) else None
 
         if len(prompts) == 2:
-            idle = self.proxy.still.is_set()
-            tokens = exchange.usage.prompt
-            row["where it goes"] = weights_of(prompts[1], tokens, count if idle else None)
+            counter = count if self.proxy.still.is_set() else None
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, counter)
             row["diff"] = difference(*prompts)
         return row
 
-    def detail(self, exchange: Exchange) -> Answer:
-        """A request with its bodies, in at most ten times their memory."""
-        row = json.dumps(self.compared(exchange), ensure_ascii=False)[:-1]
-        body = bytearray(row.encode("utf-8", "backslashreplace"))
-        del row
-        for name in ("received", "forwarded"):
-            raw = getattr(exchange, name)
-            text = None if raw is None else raw.decode("utf-8", "replace")
-            body += f', "{name}": '.encode() + json.dumps(text, ensure_ascii=False).encode()
-        body += b"}"
-        return 200, body, self.HEADERS, "application/json"
-
-    def html(self, title: str, main: str, foot: str) -> Answer:
-        """A page with this HTML."""
-        nonce = uuid.uuid4().hex
-        policy = (
-            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}';"
-            " connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        )
-        headers = [*self.HEADERS, (b"Content-Security-Policy", policy.encode())]
-        headers.append((b"Referrer-Policy", b"no-referrer"))
-        parts = {"title": html.escape(title), "main": main, "foot": foot}
-        parts |= {"nonce": nonce, "version": __version__}
+    def html(self, title: str, main: list[str], foot: str) -> Answer:
+        parts = {"title": html.escape(title), "main": "".join(main), "foot": foot}
+        parts |= {"nonce": uuid.uuid4().hex, "version": __version__}
+        headers = [(b"Content-Security-Policy", (POLICY % parts).encode())]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
-    def page(self, near: bool = True, host: str = "") -> Answer:
-        """The page; without words of prompts unless `near`. `host`: how it was reached."""
-        proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
+    def page(self, near: bool = True) -> Answer:
+        """The page; without words of prompts unless `near`."""
+        proxy, metrics = self.proxy, self.proxy.metrics
         if not proxy.running:
             proxy.backend.look()
         with proxy.guard:
             requests = [one for one in reversed(proxy.active) if one.dialect is not None]
         with metrics.guard:
-            state, tone, hint, cure = self.headline(near, host)
+            state, tone, hint = self.headline(near)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
-        none = "None yet." if config.keep_requests else "None are kept (KEEP_REQUESTS=0)."
-        settings = {name.upper(): value for name, value in vars(config).items()}
-        about = {name: text for name, _, text in Config.table()}
-        off = [name for name, value in settings.items() if value is False or value == "0"]
-        off = [f"{name}=0 ({about[name]})" for name in off]
-        if near:
-            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
-            more = JSON_LINK.format("/kvproxy/requests", "All that are kept")
-            more += DETAILS.format("Settings in force", html.escape(told))
-        else:
-            found, there = HOST.fullmatch(host.lower()), proxy.url.removeprefix("http://")
-            name = found[1].strip("[]") if found else "THAT-MACHINE"
-            name = "THAT-MACHINE" if is_loopback(name) else name  # a web server's own name for it
-            port = there.rpartition(":")[2]
-            line = COPY.format(html.escape(f"ssh -L {port}:{there} {name}"))
-            more = tag("h2", "Prompts are shown on that machine only")
-            more += f"<p>From here: {line}, then open http://127.0.0.1:{port}/kvproxy</p>"
+        settings = vars(proxy.config).items()
+        off = [f"{name.upper()}=0" for name, value in settings if value is False or value == "0"]
         main = [
             tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
             f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
-            f'<div id="hint">{tag("p", hint, "soft")}{copied(cure)}</div>{self.facts()}',
-            tag("h2", "Last requests") + (self.rows(requests, near) or tag("p", none)),
-            self.learned() if near else "",
+            f"{hint}{self.facts()}<h2>Last requests</h2>",
+            self.rows(requests, near) or "None.",
         ]
-        return self.html(state, "".join(main), more)
+        if near:
+            more = JSON_LINK.format("/kvproxy/requests")
+            return self.html(state, [*main, self.learned()], more)
+        there = proxy.url.removeprefix("http://")
+        port = there.rpartition(":")[2]
+        more = "<h2>Prompts are shown on that machine only</h2>"
+        more += copied(f"ssh -L {port}:{there} THAT-MACHINE")
+        more += f"Then open http://127.0.0.1:{port}/kvproxy."
+        return self.html(state, main, more)
 
     def request_page(self, exchange: Exchange) -> Answer:
-        """A request for people."""
         row, title = self.compared(exchange), f"Request {exchange.number}"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
-        facts = {"sent": when, **facts_of(exchange)}
-        main = [tag("p", title, "state"), defined(facts), verdict_html(exchange)]
-        if "where it goes" in row:
-            weights = row["where it goes"]
-            told = {name: f"{weights[name]:,}" for name in ("system", "tools", "turns")}
-            told |= {f"tool {name}": f"{n:,}" for name, n in weights["largest tools"].items()}
-            estimated = ", estimated" if weights["estimated"] else ""
-            main += [tag("h2", f"Where its tokens go{estimated}"), defined(told)]
-        changed = "\n".join(map(diff_line, row["diff"])) or "Nothing."
-        main += [tag("h2", "What kvproxy changed in the prompt"), f"<pre>{changed}</pre>"]
+        main = [tag("p", title, "state"), f"<ul>{self.row(exchange, True)}</ul>"]
+        if weights := row.get("where it goes"):
+            told = {**weights.pop("largest tools"), **weights}
+            main += [tag("h2", "Where its tokens go"), defined({n: f"{told[n]}" for n in told})]
+        main += [tag("h2", "What kvproxy changed"), "" if row["diff"] else "Nothing."]
+        main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
         if exchange.answer:
             main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
-        for name, body in (("Received", exchange.received), ("Forwarded", exchange.forwarded)):
-            size = "no longer kept" if body is None else f"{len(body):,} bytes"
-            text = html.escape((body or b"")[:BODY_SHOWN].decode("utf-8", "replace"), False)
-            text += "\n..." if len(body or b"") > BODY_SHOWN else ""
-            main.append(DETAILS.format(f"{name}: {size}", text))
-        more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json", "All of it")
-        return self.html(title, "".join(main), more)
+        for name in ("received", "forwarded"):
+            size = f"{name}: {len(row[name]):,} characters"
+            main.append(DETAILS.format(size, html.escape(row[name][:BODY_SHOWN], False)))
+        more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json")
+        return self.html(title, main, more)
 
-    def headline(self, near: bool, host: str) -> tuple[str, str, str, str]:
-        """What a person wants to know first, its tone, why it is so, and what to copy. Words of a
-        prompt are for this machine only; others reach it as `host`."""
-        metrics, least = self.proxy.metrics, self.proxy.config.warn_reuse
-        known, server = self.proxy.backend.known, self.server()
+    def headline(self, near: bool) -> tuple[str, str, str]:
+        """What a person wants to know first, its tone, and as HTML the cause and what helps."""
+        metrics, known, server = self.proxy.metrics, self.proxy.backend.known, self.server()
         if metrics.failure is not None:
             status, error, fault = metrics.failure
-            told = (error or fault) if near else ""
-            if status < 400:
-                return "The last answer broke off", "bad", told, ""
-            if status not in (502, 503, 504) or (error and status != 503):
-                return f"The last request failed ({status})", "bad", told, ""
-            if known and "state" not in known:
-                return "The model server answers again", "fair", server, ""
-            words = "is not ready" if status == 503 else "does not answer"
-            return f"The model server {words} ({status})", "bad", told, ""
-        if not metrics.window:
-            if metrics.judged and not metrics.reported:
-                return "The server does not report what it reused", "fair", "", ""
-            if self.proxy.running:
-                return "The first prompt is being read", "fair", f"By {server}.", ""
-            there = f"No model server answers at {server}. {USUAL_PORTS}"
-            there = f"The model server answers at {server}." if known else there
-            hint = f"{there} Give your agent this address instead (Claude Code: without /v1):"
-            url = self.proxy.url if near or not host else f"http://{host}"
-            return "No prompt yet", "fair", hint, f"{url}/v1"
+            state = f"The last request failed ({status})"
+            state = state if status >= 400 else "The last answer broke off"
+            if status == 503 or (status in (502, 504) and not error):
+                if known and "state" not in known:
+                    return "The model server answers again", "fair", ""
+                state = f"The model server is not ready ({status})"
+            return state, "bad", tag("p", error or fault, "soft") if near else ""
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
-        firsts = counted(len(metrics.window) - len(judged), "first prompt")
         if not judged:
-            hint = "Nothing can be reused until a conversation goes on."
-            return f"{firsts}, nothing to reuse so far", "fair", hint, ""
-        talk = metrics.window[-1].conversation
-        newest = [one for one in judged if one.conversation == talk] or judged
-        rate = reused_share(newest) or 0.0
+            state = "Only first prompts so far" if metrics.window else "No prompt yet"
+            if metrics.judged and not metrics.reported:
+                state = "The server does not report what it reused"
+            there = f"The model server answers at {server}."
+            there = there if known else f"No model server answers at {server}. {USUAL_PORTS}"
+            hint = f"{there} The address for your agent (Claude Code: without /v1):"
+            url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
+            return state, "fair", tag("p", hint, "soft") + copied(f"{url}/v1")
+        newest = [one for one in judged if one.conversation == metrics.window[-1].conversation]
+        rate = reused_share(newest or judged) or 0.0
         misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
-        if rate >= least and misses < 3:
-            hint = f"Share of prompt tokens in {counted(len(newest), 'prompt')} of the newest"
-            hint += f" conversation; {firsts} not counted."
-            return f"The cache works: {int(100 * rate)}% reused", "good", hint, ""
+        if rate >= self.proxy.config.warn_reuse and misses < 3:
+            return f"The cache works: {int(100 * rate)}% reused", "good", ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
         if misses >= 3:
             names = ", ".join(dict.fromkeys(one.verdict.name for one in judged[-misses:]))
             state = f"The last {misses} prompts were read again: {names}"
-        hint = f"{metrics.cause().capitalize()}."
-        missed = [one.verdict for one in judged if one.missed and one.verdict.line()]
-        if not missed or not near:
-            return state, "bad", hint, ""
-        return state, "bad", f"{hint} Last: {spoken_line(missed[-1])}", missed[-1].cure
+        missed = [cause_html(one.verdict) for one in judged if near and one.missed]
+        hint = tag("p", f"{metrics.cause().capitalize()}.", "soft")
+        return state, "bad", hint + "".join(missed[-1:])
 
     def server(self) -> str:
-        """Where the model server is, and what it told of itself."""
         known = described(self.proxy.backend.known)
         return self.proxy.backend.name() + (f": {known}" if known else "")
 
     def facts(self) -> str:
         metrics, warmup = self.proxy.metrics, self.proxy.warmup
-        counts, tokens = metrics.counts, "prompt_tokens_total"
-        reused, read = counts[tokens, "reused"], counts[tokens, "read"]
+        counts, programs = metrics.counts, warmup.wrong.copy().items()
         saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
-        unknown = "" if metrics.reported else "not reported" if metrics.judged else "-"
         facts = {
-            "tokens reused": unknown or f"{reused:,}",
-            "tokens read": unknown or f"{read:,}",
-            "time saved, about": duration(saved) if metrics.long_tokens else "-",
-            "requests": f"{metrics.number:,}",
-            "running now": str(self.proxy.running),
+            f"tokens {state}": f"{counts['prompt_tokens_total', state]:,}"
+            for state in ("reused", "read")
+            if metrics.reported
+        }
+        facts |= {
+            "time saved, about": duration(saved) if saved else "",
             "server": self.server(),
             "warm-up": warmup.state if warmup.enabled else "",
-            "read ahead": warmup.told(),
+            "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
             "tokens read in idle time": f"{idle:,}" if idle else "",
         }
-        return defined(facts) + (tag("p", f"Time saved: {SAVED_BY}", "soft") if saved else "")
+        return defined(facts) + (tag("p", SAVED_BY, "soft") if saved else "")
 
     def learned(self) -> str:
-        """What was seen to vary, as HTML."""
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
-            if saved := learner.misses[shape.name()]:
-                words += f"; saved {counted(saved, 'long read')}"
-            rows += ITEM.format(html.escape(words), copied(setting))
-        return f"<h2>Learned</h2><ol>{rows}</ol>" if rows else ""
+            saved = counted(learner.misses[shape.name()], "long read")
+            rows += ITEM.format(tag("span", f"{words}; saved {saved}"), copied(setting))
+        return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:
-        """Requests, newest first, those of a conversation together, as HTML."""
-        groups: dict[str, list[Exchange]] = {}
+        groups: dict[str, str] = {}
         for one in requests:
             name = one.trace.conversation[:8]
             title = f"Conversation {name}" if name else "Other requests"
-            groups.setdefault(title if one.number else "Running now", []).append(one)
-        told = ""
-        for title, group in groups.items():
-            rows = "".join(self.item(one, near) for one in group)
-            told += f"<h3>{title}: {counted(len(group), 'request')}</h3><ol>{rows}</ol>"
-        return told
+            groups[title] = groups.get(title, "") + self.row(one, near)
+        return "".join(tag("h3", title) + f"<ul>{group}</ul>" for title, group in groups.items())
 
-    def item(self, exchange: Exchange, near: bool) -> str:
+    def row(self, exchange: Exchange, near: bool) -> str:
         """A request in the list, as HTML; one without a number is being served."""
-        number = exchange.number
-        start = tag("b", "is answered" if exchange.begun else "waits for the server")
-        if number:
-            when = time.strftime("%H:%M:%S", time.localtime(exchange.time))
-            start = f"#{number} <time>{when}</time>"
-        if number and near:
-            start = f'<a href="/kvproxy/requests/{number}">{start}</a>'
-        spans = "".join(tag("span", fact) for fact in facts_of(exchange).values())
-        return ITEM.format(start + spans, verdict_html(exchange, near) if number else "")
-
-
-def facts_of(exchange: Exchange) -> dict[str, str]:
-    """What stands in a request's row and on its page."""
-    usage, start = exchange.usage, exchange.started
-    told = f"{read_of(usage)} tokens read"
-    if not exchange.number:
-        told = f"for {duration(time.monotonic() - start)}"
-    elif exchange.status != 200:
-        told = f"status {exchange.status}" if exchange.status else exchange.fault
-    elif exchange.counting:
-        told = "counts tokens"
-    elif usage.read() is None:
-        told = "reuse not reported"
-    ends = {"first byte": exchange.begun, "all": exchange.ended} if exchange.number else {}
-    times = [f"{name} {duration(at - start)}" for name, at in ends.items() if at]
-    facts = {"prompt": told, "time": ", ".join(times), "client": client_of(exchange)}
-    return {**facts, "model": exchange.model, "path": printable(exchange.request.path)}
+        number, usage, start = exchange.number, exchange.usage, exchange.started
+        facts = [f"tokens read: {read_of(usage)}", client_of(exchange), exchange.model]
+        if exchange.status != 200:
+            facts[0] = f"status {exchange.status or '-'}"
+        for name, at in (("first byte", exchange.begun), ("all", exchange.ended)):
+            facts += [f"{name} {duration(at - start)}"] if at else []
+        link = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        link = f'<a href="/kvproxy/requests/{number}">{link}</a>' if near else tag("span", link)
+        if not number:
+            facts[0], link = f"running for {duration(time.monotonic() - start)}", ""
+        spans = link + "".join(tag("span", fact) for fact in facts)
+        return ITEM.format(spans, verdict_html(exchange, near) if number else "")
 
 
 def row_of(exchange: Exchange) -> Json:
-    """A request in numbers."""
-    request, verdict, usage = exchange.request, exchange.verdict, exchange.usage
-    row: Json = {"number": exchange.number, "time": exchange.time, "method": request.method}
-    row |= {"path": printable(request.path), "status": exchange.status}
-    row |= {"fault": exchange.fault or None, "error": exchange.error or None}
-    row |= {"client": client_of(exchange), "model": exchange.model or None}
-    row |= {"report": vars(exchange.report), "conversation": exchange.trace.conversation or None}
-    row |= {"usage": {**vars(usage), "read": usage.read()}, "verdict": verdict and vars(verdict)}
+    verdict, usage = exchange.verdict, exchange.usage
+    names = ("number", "time", "status", "fault", "error", "model")
+    row: Json = {name: getattr(exchange, name) or None for name in names}
+    row |= {"method": exchange.request.method, "path": printable(exchange.request.path)}
+    row |= {"client": client_of(exchange), "conversation": exchange.trace.conversation or None}
+    row |= {"report": vars(exchange.report), "verdict": verdict and vars(verdict)}
+    row["usage"] = {**vars(usage), "read": usage.read()}
     for name, at in (("first_byte_ms", exchange.begun), ("total_ms", exchange.ended)):
         row[name] = round(1000 * (at - exchange.started), 1) if at else None
     return row
 
 
-def verdict_html(exchange: Exchange, near: bool = True) -> str:
-    """What became of a request, why, and what cures it, as HTML."""
-    verdict, told = exchange.verdict, exchange.error or exchange.fault
-    found = tag("p", told, "bad") if near and told else ""
+def verdict_html(exchange: Exchange, near: bool) -> str:
+    verdict = exchange.verdict
+    found = tag("p", exchange.error or exchange.fault, "bad") if near else ""
     if verdict is not None:
         kind = f"{verdict.side} request" if verdict.side else verdict.step or "prompt"
         name = tag("b", verdict.name, TONES.get(verdict.name, ""))
         found += f"<p>{name} ({kind}): {VERDICTS[verdict.name]}</p>"
-        if near and verdict.line():
-            found += tag("p", spoken_line(verdict), "soft") + copied(verdict.cure)
+        found += cause_html(verdict) if near else ""
     return found
+
+
+def cause_html(verdict: Verdict) -> str:
+    line = verdict.line().removesuffix(verdict.cure).rstrip("; ")
+    return tag("p", line, "soft") + copied(verdict.cure if line else "")
 
 
 def tag(name: str, text: str, kind: str = "") -> str:
@@ -5972,69 +5737,38 @@ def tag(name: str, text: str, kind: str = "") -> str:
 
 
 def defined(facts: dict[str, str]) -> str:
-    """Names and values, where there is one, as an HTML list."""
-    pairs = [
-        f"<div>{tag('dt', name)}{tag('dd', told)}</div>" for name, told in facts.items() if told
-    ]
-    return f"<dl>{''.join(pairs)}</dl>"
+    pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
+    return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
 
 
 def copied(setting: str) -> str:
-    """A setting with a button that copies it, as HTML."""
-    return f"<p>{COPY.format(html.escape(setting.partition(', which')[0]))}</p>" if setting else ""
-
-
-def spoken_line(verdict: Verdict) -> str:
-    """A verdict's line without the cure, which stands beside it."""
-    return verdict.line().removesuffix(verdict.cure).rstrip("; ")
+    return COPY.format(html.escape(setting.partition(", which")[0])) if setting else ""
 
 
 def client_of(exchange: Exchange) -> str:
-    """The program that sent a request."""
     return visible(exchange.request.get("user-agent").partition(" ")[0])[:60] or "-"
 
 
 def read_of(usage: Usage) -> str:
-    """How many tokens of a prompt had to be read."""
-    return "-" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
+    return "not told" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
 
 
-def diff_line(line: str) -> str:
-    """A line of a unified diff as HTML; what stays is not shown at length."""
-    kind = {"+": "add", "-": "del", "@": "soft"}.get(line[:1], "")
-    return tag("span", line, kind) if kind else html.escape(line[:STAYS_SHOWN])
-
-
-STAYS_SHOWN = 160  # characters
-BODY_SHOWN = 100_000  # bytes of a body on a request's page
+BODY_SHOWN = 100_000  # characters of a body, or of a line of a diff, on a request's page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
 
 
-def comparable(raw: bytes | bytearray) -> bool:
-    """Whether a body is short, and would take only a few times its size when it is parsed."""
-    values = 240 * raw.count(b"{") + 90 * raw.count(b"[") + 40 * raw.count(b",")
-    return len(raw) <= DIFF_BYTES and (values < 10_000 or values <= 8 * len(raw))
-
-
 def difference(before: list[Segment], after: list[Segment]) -> list[str]:
-    """A unified diff of two prompts, segment by segment."""
-    found, places = list[str](), list[tuple[int, int, int, int]]()
-    was, now = ([text for _, text in prompt] for prompt in (before, after))
-    for tag, low, high, new_low, new_high in difflib.SequenceMatcher(None, was, now).get_opcodes():
-        if tag == "replace" and high - low == new_high - new_low:
-            more = new_low - low
-            places += [(at, at + 1, at + more, at + more + 1) for at in range(low, high)]
-        elif tag != "equal":
-            places.append((low, high, new_low, new_high))
-    for low, high, new_low, new_high in places:
-        names = [name for name, _ in (*before[low:high], *after[new_low:new_high])]
-        old = [line for text in was[low:high] for line in text.split("\n")]
-        new = [line for text in now[new_low:new_high] for line in text.split("\n")]
-        if max(len(old), len(new)) > DIFF_LINES:
-            found.append(f"{names[0]}: too long for a diff")
+    """A unified diff of the segments that stand in one of two prompts only."""
+    found = list[str]()
+    same = {text for _, text in before} & {text for _, text in after}
+    changed = ([one for one in prompt if one[1] not in same] for prompt in (before, after))
+    for (name, old), (new_name, new) in itertools.zip_longest(*changed, fillvalue=("nothing", "")):
+        lines = old.split("\n"), new.split("\n")
+        if max(map(len, lines)) > DIFF_LINES:
+            found.append(f"{name}: too long for a diff")
         else:
-            found += difflib.unified_diff(old, new, names[0], names[-1], n=2, lineterm="")
+            found += difflib.unified_diff(*lines, name, new_name, n=2, lineterm="")
     return found
 
 
@@ -6144,8 +5878,7 @@ def measure(args: Words, config: Config, name: str) -> Json:
 
     def through_kvproxy(name: str, ahead: str) -> list[Json]:
         with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead)) as proxy:
-            rest = proxy.warmup.rest if args.ahead else None
-            return play(name, proxy.url, args, config.read_timeout, rest)
+            return play(name, proxy.url, args, config.read_timeout)
 
     if args.ahead:
         runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
