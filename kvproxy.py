@@ -3469,16 +3469,16 @@ Url = urllib.parse.SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
-class BadMessage(http.client.HTTPException):
-    """A message that is not HTTP/1.x as RFC 9112 has it."""
-
-
-class TooLong(BadMessage):
-    """A head or a line that is longer than its limit."""
-
-
 class Refused(Exception):
-    """The proxy answers by itself: (status, a sentence that says what to do)."""
+    """The proxy answers by itself; the text says what to do."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class BadMessage(Refused):
+    """A message that is not HTTP/1.x as RFC 9112 has it."""
 
 
 class ClientGone(Exception):
@@ -3515,12 +3515,16 @@ class Stream(io.RawIOBase):
     """A connected socket as a file that calls `wait(events)` where it would block, so that the
     relay can wait for both of its sockets at once. It stands in for the socket in the library.
 
-    `gone` is the exception that a broken connection raises."""
+    `gone` and `ended` are the exceptions that a broken connection and the end of one raise."""
 
     def __init__(
-        self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
+        self,
+        sock: socket.socket,
+        wait: Callable[[int], None],
+        gone: type[Exception],
+        ended: type[Exception],
     ) -> None:
-        self.sock, self.wait, self.gone = sock, wait, gone
+        self.sock, self.wait, self.gone, self.ended = sock, wait, gone, ended
         self.descriptor = sock.fileno()
         self.ahead = bytearray()  # what was read before anyone asked for it
         # With TLS the socket may hold bytes that the system knows nothing of.
@@ -3538,7 +3542,10 @@ class Stream(io.RawIOBase):
             return size
         if not self.pending():
             self.wait(READ)
-        return self.attempt(self.sock.recv_into, buffer, READ)
+        size = self.attempt(self.sock.recv_into, buffer, READ)
+        if not size:
+            raise self.ended("the connection ended")
+        return size
 
     def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
@@ -3583,12 +3590,10 @@ class Stream(io.RawIOBase):
 
 
 def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end. Raises TooLong, and EOFError when the file ends before."""
+    """A line with its end."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
-        raise TooLong("a line is too long")
-    if line[-1:] != b"\n":
-        raise EOFError("the connection ended in the middle of a line")
+        raise BadMessage(431, "A line is too long")
     return line
 
 
@@ -3628,7 +3633,7 @@ class Fields(http.client.HTTPMessage):
         +5 and 1_0 as well, and of two lengths the library takes the first."""
         values = self.all("content-length")
         if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
-            raise BadMessage("bad Content-Length")
+            raise BadMessage(400, "Content-Length is no number")
         return int(values[0]) if values else None
 
 
@@ -3640,10 +3645,10 @@ def read_headers(file: Any, limit: int) -> Fields:
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         if len(headers) >= HEADER_LIMIT:
-            raise TooLong("too many header lines")
+            raise BadMessage(431, "There are too many header lines")
         found = FIELD_LINE.fullmatch(line)
         if not found:  # also a NUL, a space before the colon
-            raise BadMessage("bad header line")
+            raise BadMessage(400, "A header line is malformed")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
     return headers
 
@@ -3663,9 +3668,9 @@ def whole_chunks(block: bytes) -> tuple[bytes, int]:
 
 
 def read_chunks(file: Any) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage and EOFError.
-    HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what ends a chunk, and takes the
-    connection's end for the end of the trailers."""
+    """A chunked body (RFC 9112 section 7.1) as it comes. HTTPResponse takes +2, 0x2 and 1_0 for
+    sizes, does not look at what ends a chunk, and takes the connection's end for the end of the
+    trailers."""
     size = -1
     while size:
         payload, length = whole_chunks(file.peek())
@@ -3675,30 +3680,27 @@ def read_chunks(file: Any) -> Iterator[Part]:
         line = read_line(file, HEAD_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
-            raise BadMessage("bad chunk size")
+            raise BadMessage(400, "The size of a chunk is malformed")
         yield line, b""
         size = int(found[1], 16)
         yield from read_plain(file, size)
         if size:
             if file.read(2) != b"\r\n":
-                raise BadMessage("a chunk is longer than its size")
+                raise BadMessage(400, "A chunk is longer than its size")
             yield b"\r\n", b""
     limit = HEAD_LIMIT
     while line != b"\r\n":
         line = read_line(file, limit)
         if line != b"\r\n" and not FIELD_LINE.fullmatch(line):
-            raise BadMessage("bad trailer")
+            raise BadMessage(400, "A trailer is malformed")
         limit -= len(line)
         yield line, b""
 
 
 def read_plain(file: Any, left: int) -> Iterator[Part]:
-    """A body of that length as it comes. Raises EOFError if it is cut: read1() of HTTPResponse
-    hides that."""
+    """A body of that length as it comes. read1() of HTTPResponse hides that it is cut."""
     while left:
         data = file.read1(min(left, PIECE_BYTES))
-        if not data:
-            raise EOFError("the connection ended before the body did")
         left -= len(data)
         yield data, data
 
@@ -3729,7 +3731,6 @@ class Response(http.client.HTTPResponse):
     _method: str  # of the request
     fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
-    length: int | None
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
@@ -3738,34 +3739,30 @@ class Response(http.client.HTTPResponse):
 
         The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
         try:
-            start = self.fp.peek(1)
-        except ConnectionError:
-            start = b""
-        if not start:
-            raise http.client.RemoteDisconnected("it closed the connection; its log may say why")
+            self.fp.peek(1)
+        except (ConnectionError, EOFError):
+            raise http.client.RemoteDisconnected("its log may say why") from None
         for _ in range(INTERIM_LIMIT):
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
-                raise BadMessage("bad status line")
+                raise BadMessage(400, "The status line is malformed")
             headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
             self.status, self.reason = int(match[1]), (match[2] or b"").decode("latin-1")
             if self.status >= 200 or self.status == 101:
                 break
         if self.status < 200:
-            raise BadMessage("it switches to another protocol, or has no final answer")
-        coding = ",".join(headers.all("transfer-encoding")).strip().lower()
-        self.chunked = False
-        self.length = None if coding else headers.body_length()
+            raise BadMessage(400, "It switches to another protocol, or has no final answer")
+        coding = headers.members("transfer-encoding")
+        self.chunked, self.length = bool(coding), None
         if self._method == "HEAD" or self.status in (204, 304):
-            self.length = 0
-        elif coding not in ("", "chunked"):
-            raise BadMessage("unknown Transfer-Encoding")
-        else:
-            self.chunked = bool(coding)
-        framed = self.chunked or self.length is not None
+            self.chunked, self.length = False, 0
+        elif coding not in ([], ["chunked"]):
+            raise BadMessage(400, "Its Transfer-Encoding is unknown")
+        elif not coding:
+            self.length = headers.body_length()
         closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
-        self.keeps = framed and not closes
+        self.keeps = (self.chunked or self.length is not None) and not closes
 
     def release(self) -> bool:
         """Let go of the connection, at the end of the body; whether it can be used again."""
@@ -3785,8 +3782,9 @@ class Response(http.client.HTTPResponse):
         elif self.length is not None:
             yield from read_plain(self.fp, self.length)
         else:
-            while data := self.fp.read1(PIECE_BYTES):
-                yield b"%x\r\n%s\r\n" % (len(data), data), data
+            with suppress(EOFError):
+                while data := self.fp.read1(PIECE_BYTES):
+                    yield b"%x\r\n%s\r\n" % (len(data), data), data
             yield b"0\r\n\r\n", b""
 
 
@@ -3805,18 +3803,17 @@ class Upstream(http.client.HTTPConnection):
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
-        self.sock = Stream(self.sock, never_wait, ConnectionError)
+        self.sock = Stream(self.sock, never_wait, ConnectionError, EOFError)
 
-    def answered(self) -> bool:
-        """Whether the final answer has begun, or the connection has ended."""
-        begun = not self.sock.read_ahead() or FINAL_STATUS.search(self.sock.ahead) is not None
-        return begun or len(self.sock.ahead) > HEAD_LIMIT
+    def look_for_answer(self) -> None:
+        """Raises ConnectionError when the final answer has begun, or the connection has ended."""
+        ended, ahead = not self.sock.read_ahead(), self.sock.ahead
+        if ended or FINAL_STATUS.search(ahead) or len(ahead) > HEAD_LIMIT:
+            raise ConnectionError("it answers before it has the whole request")
 
 
 class Tap:
     """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
-
-    __slots__ = ("cut", "data", "whole")
 
     def __init__(self) -> None:
         self.data, self.cut = bytearray(), False  # without its middle
@@ -3840,8 +3837,8 @@ class Tap:
 
 # --- the client's side ----------------------------------------------------------------------------
 
-TOO_LONG = "The body is longer than MAX_BODY_MB allows."
-FOREIGN = "A web page of another site may only send application/json here."
+TOO_LONG = "The body is longer than MAX_BODY_MB allows"
+FOREIGN = "A web page of another site may only send application/json here"
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
@@ -3862,25 +3859,25 @@ class Relay(BaseHTTPRequestHandler):
     rbufsize = BUFFER
     rfile: Any
     _headers_buffer: list[bytes]  # what is to be sent with the next flush_headers()
+    upstream: Any = None  # an Upstream, while a request is served
+    kept: Any = None  # an Upstream, between two requests
+    exchange: Any = None  # an Exchange, likewise
+    until = 0.0  # on the monotonic clock: the client has to send by then
+    linger = False  # the client is still sending
+    abort = False  # only a reset shows that the answer is cut
+    host = ""  # the last Host that was found to be known
 
     # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
         self.config = self.proxy.config
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request = Stream(self.socket, self.wait_for_client, ClientGone)
-        super().setup()  # makes rfile and wfile of it
-        self.upstream: Any = None  # an Upstream, while a request is served
-        self.kept: Any = None  # an Upstream, between two requests
-        self.exchange: Any = None  # an Exchange, likewise
         self.patience = self.config.header_timeout  # seconds until the next request
         self.limit = self.config.max_body_mb << 20
-        self.until = 0.0  # on the monotonic clock: the client has to send by then
-        self.linger = False  # the client is still sending
-        self.abort = False
-        self.host = ""  # the last Host that was found to be known
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
+        super().setup()  # makes rfile and wfile of it
 
     def handle_one_request(self) -> None:
         """Serve the next request, if one comes in time.
@@ -3896,18 +3893,15 @@ class Relay(BaseHTTPRequestHandler):
             if request is not None:
                 self.server.busy.add(self.socket)
                 fault = self.serve(request)
-        except (Refused, BadMessage) as error:
+        except Refused as refused:
             self.close_connection = self.linger = True
-            status, fault = 400, f"The request cannot be read: {error}."
-            if isinstance(error, Refused):
-                status, fault = error.args
-            elif isinstance(error, TooLong):
-                status = 431
+            status, fault = refused.status, f"{refused}."
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
-                self.respond(status, error_body(self.path, status, fault))
-        except (ClientGone, OSError, EOFError):
+                body = error_body(self.path, status, fault)
+                self.respond((status, body, [], "application/json"))
+        except (ClientGone, OSError):
             self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
@@ -3922,45 +3916,42 @@ class Relay(BaseHTTPRequestHandler):
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
         with suppress(ClientGone, Refused, OSError):
-            if self.abort:  # RST is the only sign of a cut that a client without framing can see
+            if self.abort:
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
             end = time.monotonic() + LINGER_SECONDS
             self.until = end if self.linger else 0.0
-            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
-                pass
+            while time.monotonic() < end:
+                self.rfile.read1(PIECE_BYTES)
         if self.kept is not None:
             self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
-        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
-            with suppress(ClientGone, OSError):
-                file.close()
+        super().finish()
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def wait_for_client(self, events: int) -> None:
         """Raises Refused when it does not send in time, ClientGone when it does not read, and
         ConnectionError when the server answers already."""
-        client, server = self.request.descriptor, self.upstream or self.kept
+        server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
-            if not poll({client: WRITE}, SEND_SECONDS):
+            if not poll(wanted, SEND_SECONDS):
                 raise ClientGone
             return
-        wanted = {client: READ}
         if server is not None:
             wanted[server.sock.descriptor] = READ
         found = poll(wanted, self.until - time.monotonic())
         if not found:
-            raise Refused(408, f"Too slow; a body has {BODY_SECONDS:g} s for each MB.")
+            raise Refused(408, f"Too slow; a body has {BODY_SECONDS:g} s for each MB")
         if server is None or server.sock.descriptor not in found:
             return
-        if server is self.kept:  # the server closes what is idle
+        if server is self.kept:  # it closes what is idle
             server.close()
             self.kept = None
-        elif server.answered():
-            raise ConnectionError("it answers before it has the whole request")
+        else:
+            server.look_for_answer()
 
     def wait_for_server(self, events: int) -> None:
         """Send what there is of the answer, and wait for the server. Raises TimeoutError,
@@ -3989,8 +3980,8 @@ class Relay(BaseHTTPRequestHandler):
             if more and not client.read_ahead():
                 raise ClientGone
             for happened in found.values():
-                if events == WRITE and happened & ~WRITE and self.upstream.answered():
-                    raise ConnectionError("it answers before it has the whole request")
+                if events == WRITE and happened & ~WRITE:
+                    self.upstream.look_for_answer()
                 return happened
             if not more:
                 return 0
@@ -3998,9 +3989,9 @@ class Relay(BaseHTTPRequestHandler):
     # --- reading a request ------------------------------------------------------------------------
 
     def read_request(self) -> Request | None:
-        """Wait for a request and read its head; None when no more come. Raises BadMessage, and
-        Refused for what a server must refuse (RFC 9112 sections 3 and 6.3), and for what pages of
-        other sites send, as far as browsers let them.
+        """Wait for a request and read its head; None when no more come. Raises Refused for what a
+        server must refuse (RFC 9112 sections 3 and 6.3), and for what pages of other sites send, as
+        far as browsers let them.
 
         The library splits the first line at any white space, makes /x of //x, and sees
         `Connection: close` only where it stands alone."""
@@ -4010,16 +4001,14 @@ class Relay(BaseHTTPRequestHandler):
                 self.rfile.read(1)
         except Refused:  # nothing came
             return None
-        if not start:
-            return None
         if not re.match(TOKEN, start):
-            raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
+            raise Refused(400, "This is not HTTP; the address may need http://, not https://")
         self.until = time.monotonic() + self.config.header_timeout
         self.patience = KEEP_SECONDS
         line = read_line(self.rfile, HEAD_LIMIT)
         match = REQUEST_LINE.fullmatch(line)
         if not match:
-            raise Refused(400, "This is not the first line of an HTTP/1.1 request.")
+            raise Refused(400, "This is not the first line of an HTTP/1.1 request")
         method, path, old = match[1].decode(), match[2].decode("latin-1"), match[3] == b"0"
         if absolute := re.match("(?i)https?://[^/?#]*", path):
             path = "/" + path[absolute.end() :].removeprefix("/")
@@ -4028,33 +4017,28 @@ class Relay(BaseHTTPRequestHandler):
         length, coding = headers.body_length(), headers.members("transfer-encoding")
         self.close_connection = old or "close" in headers.members("connection")
         request = Request(method, path, headers, old, length, bool(coding))
-        host = request.get("host")
+        hosts, host = len(headers.all("host")), request.get("host")
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
+        unknown = self.proxy.loopback_only and host not in ("", self.host)
         for wrong, status, text in (
-            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding."),
-            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked."),
-            (len(headers.all("host")) != 1 and not old, 400, "A request needs one Host header."),
-            (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY."),
-            (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path."),
+            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
+            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked"),
+            (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
+            (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
+            (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
             ((length or 0) > self.limit, 413, TOO_LONG),
-            (not self.knows(host), 403, "This Host is not known here; see ALLOWED_HOSTS."),
+            # The page had its own name resolve to this machine (DNS rebinding).
+            (unknown and not self.proxy.known_host(host), 403, "Unknown Host; see ALLOWED_HOSTS"),
             (foreign and method == "POST" and kind != "application/json", 403, FOREIGN),
         ):
             if wrong:
                 raise Refused(status, text)
+        self.host = host
         return request
-
-    def knows(self, host: str) -> bool:
-        """Whether a page may not have had its own name resolve to this machine (DNS rebinding)."""
-        if self.proxy.loopback_only and host and host != self.host:
-            if not self.proxy.known_host(host):
-                return False
-            self.host = host
-        return True
 
     def body(self, request: Request) -> Iterator[bytes]:
         """A request's body as it comes, in its time; that of whoever takes it is not counted."""
@@ -4063,26 +4047,22 @@ class Relay(BaseHTTPRequestHandler):
         pieces = read_plain(self.rfile, request.length or 0)
         if request.chunked:
             pieces = read_chunks(self.rfile)
-        size, self.until = 0, time.monotonic() + BODY_SECONDS
-        try:
-            for _, data in pieces:
-                size += len(data)
-                if size > self.limit:
-                    raise Refused(413, TOO_LONG)
-                left = self.until - time.monotonic() + BODY_SECONDS * len(data) / (1 << 20)
-                yield data
-                self.until = time.monotonic() + min(left, BODY_SECONDS)
-        except EOFError:
-            raise ClientGone from None
+        self.until = time.monotonic() + BODY_SECONDS
+        for _, data in pieces:
+            left = self.until - time.monotonic() + BODY_SECONDS * len(data) / (1 << 20)
+            yield data
+            self.until = time.monotonic() + min(left, BODY_SECONDS)
 
     def read_body(self, request: Request) -> bytearray:
         """The whole body, counted until the request has ended."""
         body = bytearray()
         for data in self.body(request) if request.length or request.chunked else ():
             body += data
+            if len(body) > self.limit:
+                raise Refused(413, TOO_LONG)
             self.held += len(data)
             if not self.server.hold(len(data)):
-                raise Refused(503, "All bodies together take too much memory; try again soon.")
+                raise Refused(503, "All bodies together take too much memory; try again soon")
         self.server.waiting.pop(self.socket, None)
         return body
 
@@ -4093,18 +4073,17 @@ class Relay(BaseHTTPRequestHandler):
         path = request.path.partition("?")[0]
         if path == "/kvproxy" or path.startswith("/kvproxy/"):
             self.read_body(request)
-            self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
+            self.respond(self.proxy.pages.answer(request, self.client_address[0]))
             return ""
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
         self.proxy.busy(exchange, True)
-        if exchange.dialect is not None and request.method == "POST":
+        prompt = exchange.dialect is not None and request.method == "POST"
+        if prompt or request.chunked:  # other bodies are passed on as they come
             exchange.received = exchange.forwarded = self.read_body(request)
-            if not request.get("content-encoding"):
-                self.proxy.prepare(exchange)
-            else:
-                exchange.report.note = "compressed"
-        elif request.chunked:
-            exchange.received = exchange.forwarded = self.read_body(request)
+        if prompt and request.get("content-encoding"):
+            exchange.report.note = "compressed"
+        elif prompt:
+            self.proxy.prepare(exchange)
         self.proxy.warmup.hold(exchange, self.watch)
         return self.forward(exchange)
 
@@ -4117,14 +4096,9 @@ class Relay(BaseHTTPRequestHandler):
         self.send_response_only(status, reason)  # send_response() would add Server and Date
         self._headers_buffer.append(b"\r\n".join([*lines, b"", b""]))
 
-    def respond(
-        self,
-        status: int,
-        body: bytes | bytearray,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        kind: str = "application/json",
-    ) -> None:
+    def respond(self, answer: Answer) -> None:
         """An answer of the proxy's own."""
+        status, body, headers, kind = answer
         lines = [b"Content-Type: " + kind.encode(), b"Content-Length: %d" % len(body)]
         lines += [b"Cache-Control: no-store", *(b"%s: %s" % item for item in headers)]
         lines += [b"Retry-After: 1"] * (status == 503)
@@ -4165,10 +4139,10 @@ class Relay(BaseHTTPRequestHandler):
             silent = upstream is None or isinstance(fault, http.client.RemoteDisconnected)
             if not (silent and reused):
                 status = 504 if isinstance(fault, TimeoutError) else 502
-                text = f"No answer from the model server at {backend.name()}: {fault}."
+                text = f"No answer from the model server at {backend.name()} ({fault})"
                 if silent:
                     backend.lost()
-                    text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
+                    text += f". Is it running? {USUAL_PORTS} Set BACKEND_URL to its address"
                 raise Refused(status, text) from None
         finally:
             self.upstream = None
@@ -4211,8 +4185,8 @@ class Relay(BaseHTTPRequestHandler):
         if response.headers.all("content-encoding"):
             exchange.tap = None
         lines = response.headers.end_to_end(() if by_length else ("content-length",))
-        for name, value in self.proxy.diagnosis(exchange).items():
-            lines.append(f"{name}: {value}".encode())
+        for item in self.proxy.diagnosis(exchange).items():
+            lines.append(": ".join(item).encode())
         if not by_length and not old:
             lines.append(b"Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
