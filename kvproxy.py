@@ -3440,7 +3440,6 @@ def weights_of(
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
-INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
 BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
@@ -3467,6 +3466,7 @@ LENGTH = re.compile(r"[0-9]{1,19}")
 Headers = list[tuple[bytes, bytes]]
 Url = urllib.parse.SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
+Wait = Callable[[int], None]
 
 
 class Refused(Exception):
@@ -3515,16 +3515,11 @@ class Stream(io.RawIOBase):
     """A connected socket as a file that calls `wait(events)` where it would block, so that the
     relay can wait for both of its sockets at once. It stands in for the socket in the library.
 
-    `gone` and `ended` are the exceptions that a broken connection and the end of one raise."""
+    `ends` are the exceptions that a broken connection and the end of one raise."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        wait: Callable[[int], None],
-        gone: type[Exception],
-        ended: type[Exception],
-    ) -> None:
-        self.sock, self.wait, self.gone, self.ended = sock, wait, gone, ended
+    def __init__(self, sock: socket.socket, wait: Wait, *ends: type[Exception]) -> None:
+        self.sock, self.wait = sock, wait
+        self.broken, self.ended = ends
         self.descriptor = sock.fileno()
         self.ahead = bytearray()  # what was read before anyone asked for it
         # With TLS the socket may hold bytes that the system knows nothing of.
@@ -3554,7 +3549,7 @@ class Stream(io.RawIOBase):
             except AGAIN:
                 self.wait(events)
             except OSError as error:
-                raise self.gone(str(error)) from None
+                raise self.broken(str(error)) from None
 
     def read_ahead(self) -> bool:
         """Take in what has come, for later; False when the connection has ended."""
@@ -3593,7 +3588,7 @@ def read_line(file: Any, limit: int) -> bytes:
     """A line with its end."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
-        raise BadMessage(431, "A line is too long")
+        raise BadMessage(431, "A line of the head is too long")
     return line
 
 
@@ -3628,13 +3623,15 @@ class Fields(http.client.HTTPMessage):
             if name.lower() not in dropped
         ]
 
-    def body_length(self) -> int | None:
-        """Content-Length. Raises BadMessage unless all values are equal plain numbers: int() takes
-        +5 and 1_0 as well, and of two lengths the library takes the first."""
-        values = self.all("content-length")
-        if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
-            raise BadMessage(400, "Content-Length is no number")
-        return int(values[0]) if values else None
+    def framing(self) -> tuple[bool, int | None]:
+        """Whether a body comes in chunks, and Content-Length. For that int() takes +5 and 1_0 as
+        well, and of two values the library takes the first."""
+        coding, lengths = self.members("transfer-encoding"), self.all("content-length")
+        if coding not in ([], ["chunked"]):
+            raise BadMessage(501, "The only Transfer-Encoding known here is chunked")
+        if len(set(lengths)) > 1 or not all(map(LENGTH.fullmatch, lengths)):
+            raise BadMessage(400, "Content-Length is not one number")
+        return bool(coding), int(lengths[0]) if lengths else None
 
 
 def read_headers(file: Any, limit: int) -> Fields:
@@ -3683,7 +3680,7 @@ def read_chunks(file: Any) -> Iterator[Part]:
             raise BadMessage(400, "The size of a chunk is malformed")
         yield line, b""
         size = int(found[1], 16)
-        yield from read_plain(file, size)
+        yield from read_body(file, False, size)
         if size:
             if file.read(2) != b"\r\n":
                 raise BadMessage(400, "A chunk is longer than its size")
@@ -3697,12 +3694,21 @@ def read_chunks(file: Any) -> Iterator[Part]:
         yield line, b""
 
 
-def read_plain(file: Any, left: int) -> Iterator[Part]:
-    """A body of that length as it comes. read1() of HTTPResponse hides that it is cut."""
-    while left:
-        data = file.read1(min(left, PIECE_BYTES))
-        left -= len(data)
-        yield data, data
+def read_body(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
+    """A body as it comes; coded in chunks where only closing tells its end. read1() of HTTPResponse
+    hides that one was cut."""
+    if chunked:
+        yield from read_chunks(file)
+    elif left is not None:
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            left -= len(data)
+            yield data, data
+    else:
+        with suppress(EOFError):
+            while data := file.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data
+        yield b"0\r\n\r\n", b""
 
 
 @dataclasses.dataclass
@@ -3742,7 +3748,7 @@ class Response(http.client.HTTPResponse):
             self.fp.peek(1)
         except (ConnectionError, EOFError):
             raise http.client.RemoteDisconnected("its log may say why") from None
-        for _ in range(INTERIM_LIMIT):
+        for _ in range(64):  # with interim ones like 100 and 103
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
@@ -3753,14 +3759,11 @@ class Response(http.client.HTTPResponse):
                 break
         if self.status < 200:
             raise BadMessage(400, "It switches to another protocol, or has no final answer")
-        coding = headers.members("transfer-encoding")
-        self.chunked, self.length = bool(coding), None
+        self.chunked, self.length = headers.framing()
         if self._method == "HEAD" or self.status in (204, 304):
             self.chunked, self.length = False, 0
-        elif coding not in ([], ["chunked"]):
-            raise BadMessage(400, "Its Transfer-Encoding is unknown")
-        elif not coding:
-            self.length = headers.body_length()
+        elif self.chunked:
+            self.length = None
         closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
         self.keeps = (self.chunked or self.length is not None) and not closes
 
@@ -3774,18 +3777,6 @@ class Response(http.client.HTTPResponse):
             reader.detach()  # else it would close the connection
             return self.keeps
         return False
-
-    def pieces(self) -> Iterator[Part]:
-        """The body as it comes; coded in chunks where only closing tells its end."""
-        if self.chunked:
-            yield from read_chunks(self.fp)
-        elif self.length is not None:
-            yield from read_plain(self.fp, self.length)
-        else:
-            with suppress(EOFError):
-                while data := self.fp.read1(PIECE_BYTES):
-                    yield b"%x\r\n%s\r\n" % (len(data), data), data
-            yield b"0\r\n\r\n", b""
 
 
 class Upstream(http.client.HTTPConnection):
@@ -4014,9 +4005,9 @@ class Relay(BaseHTTPRequestHandler):
             path = "/" + path[absolute.end() :].removeprefix("/")
         self.command, self.path = method, path
         headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
-        length, coding = headers.body_length(), headers.members("transfer-encoding")
+        chunked, length = headers.framing()
         self.close_connection = old or "close" in headers.members("connection")
-        request = Request(method, path, headers, old, length, bool(coding))
+        request = Request(method, path, headers, old, length, chunked)
         hosts, host = len(headers.all("host")), request.get("host")
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
@@ -4025,8 +4016,7 @@ class Relay(BaseHTTPRequestHandler):
         kind = request.get("content-type").partition(";")[0].strip().lower()
         unknown = self.proxy.loopback_only and host not in ("", self.host)
         for wrong, status, text in (
-            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
-            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked"),
+            (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
             (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
             (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
             (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
@@ -4042,13 +4032,12 @@ class Relay(BaseHTTPRequestHandler):
 
     def body(self, request: Request) -> Iterator[bytes]:
         """A request's body as it comes, in its time; that of whoever takes it is not counted."""
+        if not request.chunked and not request.length:
+            return
         if request.get("expect").lower() == "100-continue" and not request.old:
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        pieces = read_plain(self.rfile, request.length or 0)
-        if request.chunked:
-            pieces = read_chunks(self.rfile)
         self.until = time.monotonic() + BODY_SECONDS
-        for _, data in pieces:
+        for _, data in read_body(self.rfile, request.chunked, request.length or 0):
             left = self.until - time.monotonic() + BODY_SECONDS * len(data) / (1 << 20)
             yield data
             self.until = time.monotonic() + min(left, BODY_SECONDS)
@@ -4056,7 +4045,7 @@ class Relay(BaseHTTPRequestHandler):
     def read_body(self, request: Request) -> bytearray:
         """The whole body, counted until the request has ended."""
         body = bytearray()
-        for data in self.body(request) if request.length or request.chunked else ():
+        for data in self.body(request):
             body += data
             if len(body) > self.limit:
                 raise Refused(413, TOO_LONG)
@@ -4115,7 +4104,7 @@ class Relay(BaseHTTPRequestHandler):
         backend = self.proxy.backend
         upstream, self.kept = self.kept, None
         passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-        if upstream is not None and (passes or upstream.url is not backend.url):
+        if upstream is not None and passes:
             upstream.close()
             upstream = None
         reused = upstream is not None
@@ -4190,7 +4179,7 @@ class Relay(BaseHTTPRequestHandler):
         if not by_length and not old:
             lines.append(b"Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
-        for received, payload in response.pieces():
+        for received, payload in read_body(response.fp, response.chunked, response.length):
             # llama-server sends the head before it reads the prompt.
             exchange.begun = exchange.begun or time.monotonic()
             if exchange.tap is not None:
