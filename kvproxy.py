@@ -3444,7 +3444,6 @@ BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
-KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
 QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
@@ -3613,15 +3612,12 @@ class Fields(http.client.HTTPMessage):
             member.strip(" \t").lower() for value in self.all(name) for member in value.split(",")
         ]
 
-    def end_to_end(self, drop: Collection[str]) -> list[bytes]:
+    def end_to_end(self, drop: Collection[str]) -> list[str]:
         """The lines that a proxy passes on, without `drop`. Connection may list more, but not
         Content-Length: without it the body would be taken for the next message."""
         dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
-        return [
-            f"{name}: {value}".encode("latin-1")
-            for name, value in self.raw_items()
-            if name.lower() not in dropped
-        ]
+        kept = (item for item in self.raw_items() if item[0].lower() not in dropped)
+        return [f"{name}: {value}" for name, value in kept]
 
     def framing(self) -> tuple[bool, int | None]:
         """Whether a body comes in chunks, and Content-Length. For that int() takes +5 and 1_0 as
@@ -3650,48 +3646,31 @@ def read_headers(file: Any, limit: int) -> Fields:
     return headers
 
 
-def whole_chunks(block: bytes) -> tuple[bytes, int]:
-    """The payload of the chunks that stand whole at a block's start, and how many bytes they have,
-    framing and all. The last chunk, which has size 0, is none of them."""
-    payload, at = b"", 0
-    while found := CHUNK_LINE.match(block, at):
-        start = found.end()
-        end = start + int(found[1], 16)
-        if end == start or block[end : end + 2] != b"\r\n":
-            break
-        payload += block[start:end]
-        at = end + 2
-    return payload, at
-
-
 def read_chunks(file: Any) -> Iterator[Part]:
     """A chunked body (RFC 9112 section 7.1) as it comes. HTTPResponse takes +2, 0x2 and 1_0 for
     sizes, does not look at what ends a chunk, and takes the connection's end for the end of the
     trailers."""
     size = -1
     while size:
-        payload, length = whole_chunks(file.peek())
-        if length:  # an event of a stream is a chunk as a rule, and comes at once
-            yield file.read(length), payload
-            continue
         line = read_line(file, HEAD_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
             raise BadMessage(400, "The size of a chunk is malformed")
-        yield line, b""
-        size = int(found[1], 16)
-        yield from read_body(file, False, size)
-        if size:
-            if file.read(2) != b"\r\n":
+        size = left = int(found[1], 16)
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            left -= len(data)
+            end = b"" if left else file.read(2)
+            if end not in (b"", b"\r\n"):
                 raise BadMessage(400, "A chunk is longer than its size")
-            yield b"\r\n", b""
-    limit = HEAD_LIMIT
-    while line != b"\r\n":
-        line = read_line(file, limit)
-        if line != b"\r\n" and not FIELD_LINE.fullmatch(line):
+            yield line + data + end, data
+            line = b""
+    while line[-4:] != b"\r\n\r\n":
+        trailer = read_line(file, HEAD_LIMIT - len(line))
+        if trailer != b"\r\n" and not FIELD_LINE.fullmatch(trailer):
             raise BadMessage(400, "A trailer is malformed")
-        limit -= len(line)
-        yield line, b""
+        line += trailer
+    yield line, b""
 
 
 def read_body(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
@@ -3724,8 +3703,7 @@ class Request:
 
     def get(self, name: str) -> str:
         """The value of a header (in lower case), the first one if there are several, or ''."""
-        values = self.headers.index.get(name)
-        return values[0] if values else ""
+        return next(iter(self.headers.all(name)), "")
 
 
 # --- the model server's side ----------------------------------------------------------------------
@@ -3856,15 +3834,10 @@ class Relay(BaseHTTPRequestHandler):
     until = 0.0  # on the monotonic clock: the client has to send by then
     linger = False  # the client is still sending
     abort = False  # only a reset shows that the answer is cut
-    host = ""  # the last Host that was found to be known
-
-    # --- the life of a connection -----------------------------------------------------------------
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
         self.config = self.proxy.config
-        self.patience = self.config.header_timeout  # seconds until the next request
-        self.limit = self.config.max_body_mb << 20
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
@@ -3921,8 +3894,6 @@ class Relay(BaseHTTPRequestHandler):
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         super().finish()
 
-    # --- waiting ----------------------------------------------------------------------------------
-
     def wait_for_client(self, events: int) -> None:
         """Raises Refused when it does not send in time, ClientGone when it does not read, and
         ConnectionError when the server answers already."""
@@ -3936,13 +3907,12 @@ class Relay(BaseHTTPRequestHandler):
         found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise Refused(408, f"Too slow; a body has {BODY_SECONDS:g} s for each MB")
-        if server is None or server.sock.descriptor not in found:
-            return
-        if server is self.kept:  # it closes what is idle
-            server.close()
-            self.kept = None
-        else:
-            server.look_for_answer()
+        if server is not None and server.sock.descriptor in found:
+            if server is not self.kept:
+                server.look_for_answer()
+            else:  # it closes what is idle
+                server.close()
+                self.kept = None
 
     def wait_for_server(self, events: int) -> None:
         """Send what there is of the answer, and wait for the server. Raises TimeoutError,
@@ -3977,8 +3947,6 @@ class Relay(BaseHTTPRequestHandler):
             if not more:
                 return 0
 
-    # --- reading a request ------------------------------------------------------------------------
-
     def read_request(self) -> Request | None:
         """Wait for a request and read its head; None when no more come. Raises Refused for what a
         server must refuse (RFC 9112 sections 3 and 6.3), and for what pages of other sites send, as
@@ -3986,7 +3954,7 @@ class Relay(BaseHTTPRequestHandler):
 
         The library splits the first line at any white space, makes /x of //x, and sees
         `Connection: close` only where it stands alone."""
-        self.until = time.monotonic() + self.patience
+        self.until = time.monotonic() + self.config.header_timeout
         try:
             while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
                 self.rfile.read(1)
@@ -3995,7 +3963,6 @@ class Relay(BaseHTTPRequestHandler):
         if not re.match(TOKEN, start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://")
         self.until = time.monotonic() + self.config.header_timeout
-        self.patience = KEEP_SECONDS
         line = read_line(self.rfile, HEAD_LIMIT)
         match = REQUEST_LINE.fullmatch(line)
         if not match:
@@ -4014,20 +3981,19 @@ class Relay(BaseHTTPRequestHandler):
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        unknown = self.proxy.loopback_only and host not in ("", self.host)
+        unknown = self.proxy.loopback_only and host and not self.proxy.known_host(host)
         for wrong, status, text in (
             (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
             (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
             (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
             (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
-            ((length or 0) > self.limit, 413, TOO_LONG),
+            ((length or 0) > self.config.max_body_mb << 20, 413, TOO_LONG),
             # The page had its own name resolve to this machine (DNS rebinding).
-            (unknown and not self.proxy.known_host(host), 403, "Unknown Host; see ALLOWED_HOSTS"),
+            (unknown, 403, "This Host is unknown; see ALLOWED_HOSTS"),
             (foreign and method == "POST" and kind != "application/json", 403, FOREIGN),
         ):
             if wrong:
                 raise Refused(status, text)
-        self.host = host
         return request
 
     def body(self, request: Request) -> Iterator[bytes]:
@@ -4047,15 +4013,13 @@ class Relay(BaseHTTPRequestHandler):
         body = bytearray()
         for data in self.body(request):
             body += data
-            if len(body) > self.limit:
+            if len(body) > self.config.max_body_mb << 20:
                 raise Refused(413, TOO_LONG)
             self.held += len(data)
             if not self.server.hold(len(data)):
                 raise Refused(503, "All bodies together take too much memory; try again soon")
         self.server.waiting.pop(self.socket, None)
         return body
-
-    # --- one request ------------------------------------------------------------------------------
 
     def serve(self, request: Request) -> str:
         """Answer a request; returns what went wrong, or ''."""
@@ -4076,21 +4040,21 @@ class Relay(BaseHTTPRequestHandler):
         self.proxy.warmup.hold(exchange, self.watch)
         return self.forward(exchange)
 
-    def begin_answer(self, status: int, reason: str | None, lines: list[bytes]) -> None:
+    def begin_answer(self, status: int, reason: str | None, lines: list[str]) -> None:
         """Make an answer's head, in place of one that was made before. It is sent with the first
         bytes of the body: if they turn out to be unreadable, the answer is a 502."""
         if self.close_connection:
-            lines.append(b"Connection: close")
+            lines.append("Connection: close")
         self._headers_buffer = []
         self.send_response_only(status, reason)  # send_response() would add Server and Date
-        self._headers_buffer.append(b"\r\n".join([*lines, b"", b""]))
+        self._headers_buffer.append("\r\n".join([*lines, "", ""]).encode("latin-1"))
 
     def respond(self, answer: Answer) -> None:
         """An answer of the proxy's own."""
         status, body, headers, kind = answer
-        lines = [b"Content-Type: " + kind.encode(), b"Content-Length: %d" % len(body)]
-        lines += [b"Cache-Control: no-store", *(b"%s: %s" % item for item in headers)]
-        lines += [b"Retry-After: 1"] * (status == 503)
+        lines = [f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Cache-Control: no-store"]
+        lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
+        lines += ["Retry-After: 1"] * (status == 503)
         self.begin_answer(status, None, lines)
         if self.command != "HEAD":
             self._headers_buffer.append(bytes(body))
@@ -4143,17 +4107,16 @@ class Relay(BaseHTTPRequestHandler):
         """Send a request. Returns False if the server answers before it has all of it."""
         request, body = exchange.request, exchange.forwarded
         passes = body is None and request.length  # as it comes
-        lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1".encode("latin-1")]
-        lines.append(f"Host: {upstream.url.netloc}".encode())
-        lines += request.headers.end_to_end(WRITTEN_ANEW)
+        lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1"]
+        lines += [f"Host: {upstream.url.netloc}", *request.headers.end_to_end(WRITTEN_ANEW)]
         if exchange.trace.conversation:
-            lines.append(f"X-KVProxy-Conversation: {exchange.trace.conversation}".encode())
+            lines.append(f"X-KVProxy-Conversation: {exchange.trace.conversation}")
         if request.chunked or request.length is not None:
-            length = request.length if body is None else len(body)
-            lines.append(f"Content-Length: {length}".encode())
+            lines.append(f"Content-Length: {request.length if body is None else len(body)}")
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         whole = True
         try:
-            upstream.send(b"\r\n".join([*lines, b"", body or b""]))
+            upstream.send(head + (body or b""))
             for data in self.body(request) if passes else ():
                 upstream.send(data)
         except ConnectionError:  # an early answer (413, 401), or one before the close
@@ -4174,10 +4137,9 @@ class Relay(BaseHTTPRequestHandler):
         if response.headers.all("content-encoding"):
             exchange.tap = None
         lines = response.headers.end_to_end(() if by_length else ("content-length",))
-        for item in self.proxy.diagnosis(exchange).items():
-            lines.append(": ".join(item).encode())
+        lines += map(": ".join, self.proxy.diagnosis(exchange).items())
         if not by_length and not old:
-            lines.append(b"Transfer-Encoding: chunked")
+            lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
         for received, payload in read_body(response.fp, response.chunked, response.length):
             # llama-server sends the head before it reads the prompt.

@@ -9452,9 +9452,8 @@ def test_relay_dripping_head_is_given_up(rig: MakeRig) -> None:
 
 
 def test_relay_idle_connection_and_idle_body_are_given_up(rig: MakeRig, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kvproxy, "KEEP_SECONDS", 0.1)
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 0.1)
-    made = rig()
+    made = rig(header_timeout=0.1)
     peer = made.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert peer.response("GET").status == 200
     assert peer.ended()
