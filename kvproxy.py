@@ -3443,8 +3443,8 @@ HEADER_LIMIT = 100  # header lines, as in llama-server
 BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
-SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
-QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
+SEND_SECONDS = 300.0  # a client may leave an answer unread for so long
+QUIET_SECONDS = 0.02  # of silence: the model works, and there is time to explain
 LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
 TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
@@ -3469,11 +3469,7 @@ Wait = Callable[[int], None]
 
 
 class Refused(Exception):
-    """The proxy answers by itself; the text says what to do."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    """The proxy answers by itself: (status, what to do)."""
 
 
 class BadMessage(Refused):
@@ -3498,8 +3494,8 @@ def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
         for descriptor, events in wanted.items():
             poller.register(descriptor, events)
         return dict(poller.poll(1000 * seconds))
-    reads = [descriptor for descriptor, events in wanted.items() if events & READ]
-    writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
+    reads = [one for one, events in wanted.items() if events & READ]
+    writes = [one for one, events in wanted.items() if events & WRITE]
     # Windows does not take three empty lists.
     reads, writes, _ = select.select(reads, writes, list(wanted), seconds)
     return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
@@ -3570,7 +3566,7 @@ class Stream(io.RawIOBase):
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """Nothing is buffered; http.client flushes files after it closed the socket."""
+        """http.client flushes files after it closed the socket."""
 
     def close(self) -> None:
         if not self.closed:
@@ -3608,9 +3604,8 @@ class Fields(http.client.HTTPMessage):
 
     def members(self, name: str) -> list[str]:
         """The members of a header that is a list, in lower case."""
-        return [
-            member.strip(" \t").lower() for value in self.all(name) for member in value.split(",")
-        ]
+        values = self.all(name)
+        return [one.strip(" \t").lower() for value in values for one in value.split(",")]
 
     def end_to_end(self, drop: Collection[str]) -> list[str]:
         """The lines that a proxy passes on, without `drop`. Connection may list more, but not
@@ -3631,9 +3626,8 @@ class Fields(http.client.HTTPMessage):
 
 
 def read_headers(file: Any, limit: int) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line. parse_headers() of the library splits
-    them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
-    ones, and takes more than twice as long."""
+    """Header lines (RFC 9112 section 5) up to the blank line. The library's parse_headers() splits
+    them at a bare CR too, drops all behind a line without a colon, and is more than twice as slow."""
     headers = Fields()
     while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
@@ -3665,7 +3659,8 @@ def read_chunks(file: Any) -> Iterator[Part]:
                 raise BadMessage(400, "A chunk is longer than its size")
             yield line + data + end, data
             line = b""
-    while line[-4:] != b"\r\n\r\n":
+    trailer = line
+    while trailer != b"\r\n":
         trailer = read_line(file, HEAD_LIMIT - len(line))
         if trailer != b"\r\n" and not FIELD_LINE.fullmatch(trailer):
             raise BadMessage(400, "A trailer is malformed")
@@ -3719,9 +3714,8 @@ class Response(http.client.HTTPResponse):
 
     def begin(self) -> None:
         """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
-        `chunked`, has a `length`, or ends when the connection does.
-
-        The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
+        `chunked`, has a `length`, or ends when the connection does. The library takes 103 for the
+        answer (RFC 9110 section 15.2), and has no strict parser."""
         try:
             self.fp.peek(1)
         except (ConnectionError, EOFError):
@@ -3751,10 +3745,10 @@ class Response(http.client.HTTPResponse):
         reader.raw.wait = never_wait
         try:
             reader.peek(1)
-        except BlockingIOError:  # nothing came that nobody asked for
+            return False  # something came that nobody asked for
+        except BlockingIOError:
             reader.detach()  # else it would close the connection
             return self.keeps
-        return False
 
 
 class Upstream(http.client.HTTPConnection):
@@ -3808,13 +3802,12 @@ class Tap:
 
 TOO_LONG = "The body is longer than MAX_BODY_MB allows"
 FOREIGN = "A web page of another site may only send application/json here"
-ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object in the style of the dialect's API: SDKs raise what their users know."""
     dialect, _ = dialect_of(path.partition("?")[0])
-    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = "invalid_request_error" if status < 500 else "api_error"
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
@@ -3859,7 +3852,7 @@ class Relay(BaseHTTPRequestHandler):
                 fault = self.serve(request)
         except Refused as refused:
             self.close_connection = self.linger = True
-            status, fault = refused.status, f"{refused}."
+            status, fault = refused.args[0], f"{refused.args[1]}."
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
@@ -3948,9 +3941,8 @@ class Relay(BaseHTTPRequestHandler):
                 return 0
 
     def read_request(self) -> Request | None:
-        """Wait for a request and read its head; None when no more come. Raises Refused for what a
-        server must refuse (RFC 9112 sections 3 and 6.3), and for what pages of other sites send, as
-        far as browsers let them.
+        """Wait for a request's head; None when no more come. Raises Refused (RFC 9112 sections 3
+        and 6.3), also for what pages of other sites send, as far as browsers let them.
 
         The library splits the first line at any white space, makes /x of //x, and sees
         `Connection: close` only where it stands alone."""
@@ -4031,7 +4023,7 @@ class Relay(BaseHTTPRequestHandler):
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
         self.proxy.busy(exchange, True)
         prompt = exchange.dialect is not None and request.method == "POST"
-        if prompt or request.chunked:  # other bodies are passed on as they come
+        if prompt or request.chunked:
             exchange.received = exchange.forwarded = self.read_body(request)
         if prompt and request.get("content-encoding"):
             exchange.report.note = "compressed"
@@ -4041,8 +4033,8 @@ class Relay(BaseHTTPRequestHandler):
         return self.forward(exchange)
 
     def begin_answer(self, status: int, reason: str | None, lines: list[str]) -> None:
-        """Make an answer's head, in place of one that was made before. It is sent with the first
-        bytes of the body: if they turn out to be unreadable, the answer is a 502."""
+        """Make an answer's head. It is sent with the first bytes of the body: if they turn out to
+        be unreadable, another takes its place."""
         if self.close_connection:
             lines.append("Connection: close")
         self._headers_buffer = []
@@ -4063,14 +4055,10 @@ class Relay(BaseHTTPRequestHandler):
     def forward(self, exchange: Exchange) -> str:
         """Send the request on and relay the answer, over the connection of the client's last
         request while the server keeps that open. It is repeated only where nothing came back on
-        such a one, because the server has just closed it (RFC 9112 section 9.3.1). Returns why the
-        answer was cut, or ''."""
+        such a one, because the server has just closed it (RFC 9112 section 9.3.1), and where it can
+        be. Returns why the answer was cut, or ''."""
         backend = self.proxy.backend
         upstream, self.kept = self.kept, None
-        passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-        if upstream is not None and passes:
-            upstream.close()
-            upstream = None
         reused = upstream is not None
         try:
             upstream = self.upstream = upstream or backend.connect()
@@ -4088,11 +4076,11 @@ class Relay(BaseHTTPRequestHandler):
             if exchange.begun or (exchange.status and not self._headers_buffer):
                 self.close_connection = True
                 self.flush_headers()
-                return f"cut: {fault}"
+                return f"cut: {fault.args[-1]}"
             silent = upstream is None or isinstance(fault, http.client.RemoteDisconnected)
-            if not (silent and reused):
+            if not (silent and reused) or exchange.passes():
                 status = 504 if isinstance(fault, TimeoutError) else 502
-                text = f"No answer from the model server at {backend.name()} ({fault})"
+                text = f"No answer from the model server at {backend.name()} ({fault.args[-1]})"
                 if silent:
                     backend.lost()
                     text += f". Is it running? {USUAL_PORTS} Set BACKEND_URL to its address"
@@ -4106,7 +4094,6 @@ class Relay(BaseHTTPRequestHandler):
     def send_request(self, upstream: Upstream, exchange: Exchange) -> bool:
         """Send a request. Returns False if the server answers before it has all of it."""
         request, body = exchange.request, exchange.forwarded
-        passes = body is None and request.length  # as it comes
         lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1"]
         lines += [f"Host: {upstream.url.netloc}", *request.headers.end_to_end(WRITTEN_ANEW)]
         if exchange.trace.conversation:
@@ -4117,11 +4104,11 @@ class Relay(BaseHTTPRequestHandler):
         whole = True
         try:
             upstream.send(head + (body or b""))
-            for data in self.body(request) if passes else ():
+            for data in self.body(request) if exchange.passes() else ():
                 upstream.send(data)
         except ConnectionError:  # an early answer (413, 401), or one before the close
             whole = False
-            if passes:  # the rest must not become the next request
+            if exchange.passes():  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
         exchange.sent = time.monotonic()
@@ -4179,6 +4166,10 @@ class Exchange:
         self.address = address  # of the client, without the port
         self.time, self.started = time.time(), time.monotonic()
         self.report, self.trace, self.tap = Report(), Trace(), Tap()
+
+    def passes(self) -> bool:
+        """Whether the body is passed on as it comes, and cannot be repeated."""
+        return self.forwarded is None and bool(self.request.length)
 
     def size(self) -> int:
         """Bytes of the bodies."""
