@@ -3480,14 +3480,12 @@ class ClientGone(Exception):
     """The client hung up, or stopped reading."""
 
 
-# --- sockets --------------------------------------------------------------------------------------
-
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """The events that come in so many seconds of those that are wanted, by descriptor. On Unix
-    select() takes none above 1023."""
+    """The events that come in time of those that are wanted, by descriptor. select() takes none
+    above 1023, but on Windows."""
     seconds = max(0.0, seconds)
     if hasattr(select, "poll"):
         poller = select.poll()
@@ -3496,8 +3494,7 @@ def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
         return dict(poller.poll(1000 * seconds))
     reads = [one for one, events in wanted.items() if events & READ]
     writes = [one for one, events in wanted.items() if events & WRITE]
-    # Windows does not take three empty lists.
-    reads, writes, _ = select.select(reads, writes, list(wanted), seconds)
+    reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # not three empty lists
     return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
@@ -3507,10 +3504,9 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file that calls `wait(events)` where it would block, so that the
-    relay can wait for both of its sockets at once. It stands in for the socket in the library.
-
-    `ends` are the exceptions that a broken connection and the end of one raise."""
+    """A connected socket as a file, which calls `wait(events)` where it would block, so that both
+    sockets can be waited for at once. It stands in for the socket in the library. `ends` are the
+    exceptions for a broken connection and for the end of one."""
 
     def __init__(self, sock: socket.socket, wait: Wait, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
@@ -3576,9 +3572,6 @@ class Stream(io.RawIOBase):
         super().close()
 
 
-# --- reading messages -----------------------------------------------------------------------------
-
-
 def read_line(file: Any, limit: int) -> bytes:
     """A line with its end."""
     line: bytes = file.readline(limit + 1)
@@ -3608,18 +3601,18 @@ class Fields(http.client.HTTPMessage):
         return [one.strip(" \t").lower() for value in values for one in value.split(",")]
 
     def end_to_end(self, drop: Collection[str]) -> list[str]:
-        """The lines that a proxy passes on, without `drop`. Connection may list more, but not
-        Content-Length: without it the body would be taken for the next message."""
+        """The lines that a proxy passes on, without `drop` and what Connection lists: not the
+        length, without which a body would be taken for the next message."""
         dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
         kept = (item for item in self.raw_items() if item[0].lower() not in dropped)
         return [f"{name}: {value}" for name, value in kept]
 
     def framing(self) -> tuple[bool, int | None]:
-        """Whether a body comes in chunks, and Content-Length. For that int() takes +5 and 1_0 as
-        well, and of two values the library takes the first."""
+        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 as well, and of
+        two lengths the library takes the first."""
         coding, lengths = self.members("transfer-encoding"), self.all("content-length")
         if coding not in ([], ["chunked"]):
-            raise BadMessage(501, "The only Transfer-Encoding known here is chunked")
+            raise BadMessage(501, "Transfer-Encoding can be chunked only")
         if len(set(lengths)) > 1 or not all(map(LENGTH.fullmatch, lengths)):
             raise BadMessage(400, "Content-Length is not one number")
         return bool(coding), int(lengths[0]) if lengths else None
@@ -3668,7 +3661,7 @@ def read_chunks(file: Any) -> Iterator[Part]:
     yield line, b""
 
 
-def read_body(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
+def body_parts(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
     """A body as it comes; coded in chunks where only closing tells its end. read1() of HTTPResponse
     hides that one was cut."""
     if chunked:
@@ -3687,17 +3680,17 @@ def read_body(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received, but for an absolute target: that is a path."""
+    """A request's head, as received."""
 
     method: str
-    path: str  # with the query; a character for each byte
+    path: str  # with the query, without a host; a character for each byte
     headers: Fields
     old: bool = False  # HTTP/1.0
     length: int | None = None  # Content-Length
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """The value of a header (in lower case), the first one if there are several, or ''."""
+        """The first value of a header (in lower case), or ''."""
         return next(iter(self.headers.all(name)), "")
 
 
@@ -3730,7 +3723,7 @@ class Response(http.client.HTTPResponse):
             if self.status >= 200 or self.status == 101:
                 break
         if self.status < 200:
-            raise BadMessage(400, "It switches to another protocol, or has no final answer")
+            raise BadMessage(400, "It has no final answer")
         self.chunked, self.length = headers.framing()
         if self._method == "HEAD" or self.status in (204, 304):
             self.chunked, self.length = False, 0
@@ -3752,8 +3745,8 @@ class Response(http.client.HTTPResponse):
 
 
 class Upstream(http.client.HTTPConnection):
-    """A connection to the model server. The library's way to send a request takes ASCII targets
-    only, and sends head and body apart, so that the server wakes up twice."""
+    """A connection to the model server. The library's request() takes ASCII targets only, and sends
+    head and body apart, so that the server wakes up twice."""
 
     sock: Any  # a Stream, once it is connected
 
@@ -3837,10 +3830,8 @@ class Relay(BaseHTTPRequestHandler):
         super().setup()  # makes rfile and wfile of it
 
     def handle_one_request(self) -> None:
-        """Serve the next request, if one comes in time.
-
-        In the library each read has a time-out of its own, so that a head may take for ever; only
-        methods with a do_ function exist, and errors are HTML pages."""
+        """Serve the next request. In the library each read has a time-out of its own, so that a
+        head may take for ever; only methods with a do_ function exist, and errors are HTML pages."""
         self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
@@ -3888,8 +3879,8 @@ class Relay(BaseHTTPRequestHandler):
         super().finish()
 
     def wait_for_client(self, events: int) -> None:
-        """Raises Refused when it does not send in time, ClientGone when it does not read, and
-        ConnectionError when the server answers already."""
+        """Raises Refused when it is too slow, ClientGone when it does not read, and ConnectionError
+        when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
             if not poll(wanted, SEND_SECONDS):
@@ -3899,7 +3890,7 @@ class Relay(BaseHTTPRequestHandler):
             wanted[server.sock.descriptor] = READ
         found = poll(wanted, self.until - time.monotonic())
         if not found:
-            raise Refused(408, f"Too slow; a body has {BODY_SECONDS:g} s for each MB")
+            raise Refused(408, "Too slow; a body has a minute for each MB")
         if server is not None and server.sock.descriptor in found:
             if server is not self.kept:
                 server.look_for_answer()
@@ -3908,28 +3899,27 @@ class Relay(BaseHTTPRequestHandler):
                 self.kept = None
 
     def wait_for_server(self, events: int) -> None:
-        """Send what there is of the answer, and wait for the server. Raises TimeoutError,
-        ClientGone, and ConnectionError when it answers before the whole request was sent."""
+        """Send what there is of the answer, and wait for more. Raises TimeoutError, ClientGone, and
+        ConnectionError when the server answers before it has the whole request."""
         if self._headers_buffer:
             self.flush_headers()
         if not self.exchange.explained:
             if self.watch(events, QUIET_SECONDS):
                 return
             self.proxy.explain(self.exchange)
-        seconds = self.config.read_timeout
-        if not self.watch(events, seconds):
-            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
+        if not self.watch(events, self.config.read_timeout):
+            raise TimeoutError("nothing came within READ_TIMEOUT")
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
         Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
-        client, until = self.request, time.monotonic() + seconds
+        client = self.request
         while True:
             room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
             wanted = {client.descriptor: READ if room else 0}
             if self.upstream is not None:
                 wanted[self.upstream.sock.descriptor] = events | READ
-            found = poll(wanted, until - time.monotonic())
+            found = poll(wanted, seconds)
             more = found.pop(client.descriptor, 0)
             if more and not client.read_ahead():
                 raise ClientGone
@@ -3942,10 +3932,9 @@ class Relay(BaseHTTPRequestHandler):
 
     def read_request(self) -> Request | None:
         """Wait for a request's head; None when no more come. Raises Refused (RFC 9112 sections 3
-        and 6.3), also for what pages of other sites send, as far as browsers let them.
-
-        The library splits the first line at any white space, makes /x of //x, and sees
-        `Connection: close` only where it stands alone."""
+        and 6.3), also for what pages of other sites send, as far as browsers let them. The library
+        splits the first line at any white space, makes /x of //x, and sees `Connection: close` only
+        where it stands alone."""
         self.until = time.monotonic() + self.config.header_timeout
         try:
             while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
@@ -3958,7 +3947,7 @@ class Relay(BaseHTTPRequestHandler):
         line = read_line(self.rfile, HEAD_LIMIT)
         match = REQUEST_LINE.fullmatch(line)
         if not match:
-            raise Refused(400, "This is not the first line of an HTTP/1.1 request")
+            raise Refused(400, "This is no HTTP/1.1 request line")
         method, path, old = match[1].decode(), match[2].decode("latin-1"), match[3] == b"0"
         if absolute := re.match("(?i)https?://[^/?#]*", path):
             path = "/" + path[absolute.end() :].removeprefix("/")
@@ -3989,16 +3978,17 @@ class Relay(BaseHTTPRequestHandler):
         return request
 
     def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes, in its time; that of whoever takes it is not counted."""
+        """A request's body as it comes, in its time."""
         if not request.chunked and not request.length:
             return
         if request.get("expect").lower() == "100-continue" and not request.old:
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.until = time.monotonic() + BODY_SECONDS
-        for _, data in read_body(self.rfile, request.chunked, request.length or 0):
-            left = self.until - time.monotonic() + BODY_SECONDS * len(data) / (1 << 20)
+        begun, size = time.monotonic(), 0
+        self.until = begun + BODY_SECONDS
+        for _, data in body_parts(self.rfile, request.chunked, request.length or 0):
             yield data
-            self.until = time.monotonic() + min(left, BODY_SECONDS)
+            size += len(data)
+            self.until = begun + BODY_SECONDS * (1 + size / (1 << 20))
 
     def read_body(self, request: Request) -> bytearray:
         """The whole body, counted until the request has ended."""
@@ -4016,13 +4006,14 @@ class Relay(BaseHTTPRequestHandler):
     def serve(self, request: Request) -> str:
         """Answer a request; returns what went wrong, or ''."""
         path = request.path.partition("?")[0]
-        if path == "/kvproxy" or path.startswith("/kvproxy/"):
+        if re.match("/kvproxy(/|$)", path):
             self.read_body(request)
             self.respond(self.proxy.pages.answer(request, self.client_address[0]))
             return ""
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
         self.proxy.busy(exchange, True)
         prompt = exchange.dialect is not None and request.method == "POST"
+        exchange.passes = bool(request.length) and not prompt
         if prompt or request.chunked:
             exchange.received = exchange.forwarded = self.read_body(request)
         if prompt and request.get("content-encoding"):
@@ -4053,10 +4044,9 @@ class Relay(BaseHTTPRequestHandler):
         self.flush_headers()
 
     def forward(self, exchange: Exchange) -> str:
-        """Send the request on and relay the answer, over the connection of the client's last
-        request while the server keeps that open. It is repeated only where nothing came back on
-        such a one, because the server has just closed it (RFC 9112 section 9.3.1), and where it can
-        be. Returns why the answer was cut, or ''."""
+        """Send the request on and relay the answer; returns why that was cut, or ''. A request is
+        repeated only where nothing came back on a connection that was used before: the server has
+        just closed it (RFC 9112 section 9.3.1)."""
         backend = self.proxy.backend
         upstream, self.kept = self.kept, None
         reused = upstream is not None
@@ -4078,7 +4068,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.flush_headers()
                 return f"cut: {fault.args[-1]}"
             silent = upstream is None or isinstance(fault, http.client.RemoteDisconnected)
-            if not (silent and reused) or exchange.passes():
+            if not (silent and reused) or exchange.passes:
                 status = 504 if isinstance(fault, TimeoutError) else 502
                 text = f"No answer from the model server at {backend.name()} ({fault.args[-1]})"
                 if silent:
@@ -4104,11 +4094,11 @@ class Relay(BaseHTTPRequestHandler):
         whole = True
         try:
             upstream.send(head + (body or b""))
-            for data in self.body(request) if exchange.passes() else ():
+            for data in self.body(request) if exchange.passes else ():
                 upstream.send(data)
         except ConnectionError:  # an early answer (413, 401), or one before the close
             whole = False
-            if exchange.passes():  # the rest must not become the next request
+            if exchange.passes:  # the rest must not become the next request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
         exchange.sent = time.monotonic()
@@ -4120,7 +4110,7 @@ class Relay(BaseHTTPRequestHandler):
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
-        self.abort = old and not by_length  # until it is whole: a plain close looks like the end
+        self.abort = old and not by_length  # until it is whole: a close looks like its end
         if response.headers.all("content-encoding"):
             exchange.tap = None
         lines = response.headers.end_to_end(() if by_length else ("content-length",))
@@ -4128,8 +4118,7 @@ class Relay(BaseHTTPRequestHandler):
         if not by_length and not old:
             lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
-        for received, payload in read_body(response.fp, response.chunked, response.length):
-            # llama-server sends the head before it reads the prompt.
+        for received, payload in body_parts(response.fp, response.chunked, response.length):
             exchange.begun = exchange.begun or time.monotonic()
             if exchange.tap is not None:
                 exchange.tap.add(payload)
@@ -4143,7 +4132,8 @@ class Exchange:
 
     client = b""  # a hash of who sent it
     number = 0
-    sent = begun = ended = 0.0  # begun: the first byte behind the answer's head
+    sent = ended = 0.0
+    begun = 0.0  # the first byte of the answer's body: the prompt was read
     received: bytes | bytearray | None = None
     forwarded: bytes | bytearray | None = None
     view: View | None = None
@@ -4157,6 +4147,7 @@ class Exchange:
     fault = ""
     error = answer = ""  # what the server said, in part
     model, stream = "", False
+    passes = False  # its body is passed on as it comes, and cannot be repeated
     tap: Tap | None
 
     def __init__(
@@ -4166,10 +4157,6 @@ class Exchange:
         self.address = address  # of the client, without the port
         self.time, self.started = time.time(), time.monotonic()
         self.report, self.trace, self.tap = Report(), Trace(), Tap()
-
-    def passes(self) -> bool:
-        """Whether the body is passed on as it comes, and cannot be repeated."""
-        return self.forwarded is None and bool(self.request.length)
 
     def size(self) -> int:
         """Bytes of the bodies."""
