@@ -3440,14 +3440,14 @@ def weights_of(
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
-BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
+BUFFER = 8192  # bytes for a client, half of it for the server; idle streams hold both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread for so long
 QUIET_SECONDS = 0.02  # of silence: the model works, and there is time to explain
-LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
+LINGER_SECONDS = 2.0  # a client that is still sending gets to read an error
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
-TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
+TAP_BYTES = 65536  # of an answer's end, and a quarter of its start: the usage stands there
 
 # RFC 9110 section 7.6.1. Authorization is end to end.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -3465,7 +3465,6 @@ LENGTH = re.compile(r"[0-9]{1,19}")
 Headers = list[tuple[bytes, bytes]]
 Url = urllib.parse.SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
-Wait = Callable[[int], None]
 
 
 class Refused(Exception):
@@ -3505,16 +3504,16 @@ def never_wait(events: int) -> None:
 
 class Stream(io.RawIOBase):
     """A connected socket as a file, which calls `wait(events)` where it would block, so that both
-    sockets can be waited for at once. It stands in for the socket in the library. `ends` are the
+    sockets can be waited for at once. The library takes it for the socket. `ends` are the
     exceptions for a broken connection and for the end of one."""
 
-    def __init__(self, sock: socket.socket, wait: Wait, *ends: type[Exception]) -> None:
+    def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
         self.broken, self.ended = ends
         self.descriptor = sock.fileno()
         self.ahead = bytearray()  # what was read before anyone asked for it
-        # With TLS the socket may hold bytes that the system knows nothing of.
-        self.pending: Callable[[], int] = getattr(sock, "pending", lambda: 0)
+        # TLS may hold bytes that the system knows nothing of.
+        self.pending = getattr(sock, "pending", int)
         sock.setblocking(False)
 
     def readable(self) -> bool:
@@ -3581,7 +3580,7 @@ def read_line(file: Any, limit: int) -> bytes:
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers with an index: the library's look-ups go through all lines each time."""
+    """Headers with an index: the library goes through all of them for each look-up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -3592,7 +3591,7 @@ class Fields(http.client.HTTPMessage):
         self.index.setdefault(name.lower(), []).append(value)
 
     def all(self, name: str) -> list[str]:
-        """The values of all lines with this (lower-case) name."""
+        """The values of a header (its name in lower case)."""
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
@@ -3608,8 +3607,8 @@ class Fields(http.client.HTTPMessage):
         return [f"{name}: {value}" for name, value in kept]
 
     def framing(self) -> tuple[bool, int | None]:
-        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 as well, and of
-        two lengths the library takes the first."""
+        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 too, and of two
+        lengths the library takes the first."""
         coding, lengths = self.members("transfer-encoding"), self.all("content-length")
         if coding not in ([], ["chunked"]):
             raise BadMessage(501, "Transfer-Encoding can be chunked only")
@@ -3622,15 +3621,16 @@ def read_headers(file: Any, limit: int) -> Fields:
     """Header lines (RFC 9112 section 5) up to the blank line. The library's parse_headers() splits
     them at a bare CR too, drops all behind a line without a colon, and is more than twice as slow."""
     headers = Fields()
-    while (line := read_line(file, limit)) not in (b"\r\n", b"\n"):
+    for _ in range(HEADER_LIMIT + 1):
+        line = read_line(file, limit)
+        if line in (b"\r\n", b"\n"):
+            return headers
         limit -= len(line)
-        if len(headers) >= HEADER_LIMIT:
-            raise BadMessage(431, "There are too many header lines")
         found = FIELD_LINE.fullmatch(line)
-        if not found:  # also a NUL, a space before the colon
+        if not found:
             raise BadMessage(400, "A header line is malformed")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-    return headers
+    raise BadMessage(431, "There are too many header lines")
 
 
 def read_chunks(file: Any) -> Iterator[Part]:
@@ -3642,7 +3642,7 @@ def read_chunks(file: Any) -> Iterator[Part]:
         line = read_line(file, HEAD_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
-            raise BadMessage(400, "The size of a chunk is malformed")
+            raise BadMessage(400, "A chunk's size is malformed")
         size = left = int(found[1], 16)
         while left:
             data = file.read1(min(left, PIECE_BYTES))
@@ -3694,9 +3694,6 @@ class Request:
         return next(iter(self.headers.all(name)), "")
 
 
-# --- the model server's side ----------------------------------------------------------------------
-
-
 class Response(http.client.HTTPResponse):
     """An answer of the model server."""
 
@@ -3706,14 +3703,14 @@ class Response(http.client.HTTPResponse):
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
-        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
-        `chunked`, has a `length`, or ends when the connection does. The library takes 103 for the
-        answer (RFC 9110 section 15.2), and has no strict parser."""
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): in
+        chunks, at a length, or with the connection. The library takes 103 for the answer (RFC 9110
+        section 15.2), and its parser is not strict."""
         try:
             self.fp.peek(1)
         except (ConnectionError, EOFError):
             raise http.client.RemoteDisconnected("its log may say why") from None
-        for _ in range(64):  # with interim ones like 100 and 103
+        for _ in range(64):  # with some like 100 and 103
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
@@ -3733,7 +3730,7 @@ class Response(http.client.HTTPResponse):
         self.keeps = (self.chunked or self.length is not None) and not closes
 
     def release(self) -> bool:
-        """Let go of the connection, at the end of the body; whether it can be used again."""
+        """Let go of the connection; whether it can be used again."""
         reader, self.fp = self.fp, None
         reader.raw.wait = never_wait
         try:
@@ -3746,7 +3743,7 @@ class Response(http.client.HTTPResponse):
 
 class Upstream(http.client.HTTPConnection):
     """A connection to the model server. The library's request() takes ASCII targets only, and sends
-    head and body apart, so that the server wakes up twice."""
+    head and body apart: the server wakes up twice."""
 
     sock: Any  # a Stream, once it is connected
 
@@ -3769,7 +3766,7 @@ class Upstream(http.client.HTTPConnection):
 
 
 class Tap:
-    """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
+    """The start and the end of an answer, for its usage; if wanted, the whole."""
 
     def __init__(self) -> None:
         self.data, self.cut = bytearray(), False  # without its middle
@@ -3794,11 +3791,11 @@ class Tap:
 # --- the client's side ----------------------------------------------------------------------------
 
 TOO_LONG = "The body is longer than MAX_BODY_MB allows"
-FOREIGN = "A web page of another site may only send application/json here"
+FOREIGN = "Pages of other sites may send application/json only"
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API: SDKs raise what their users know."""
+    """An error object as the SDKs of the path's dialect expect it."""
     dialect, _ = dialect_of(path.partition("?")[0])
     kind = "invalid_request_error" if status < 500 else "api_error"
     if dialect is not None and dialect.name == "messages":
@@ -3807,19 +3804,19 @@ def error_body(path: str, status: int, message: str) -> bytes:
 
 
 class Relay(BaseHTTPRequestHandler):
-    """One client connection: reads requests, forwards them, relays the answers."""
+    """A client's connection: reads requests, forwards them, relays the answers."""
 
     server: Server
     protocol_version = request_version = "HTTP/1.1"
     rbufsize = BUFFER
     rfile: Any
-    _headers_buffer: list[bytes]  # what is to be sent with the next flush_headers()
+    _headers_buffer: list[bytes]  # what is to be sent next
     upstream: Any = None  # an Upstream, while a request is served
     kept: Any = None  # an Upstream, between two requests
     exchange: Any = None  # an Exchange, likewise
     until = 0.0  # on the monotonic clock: the client has to send by then
-    linger = False  # the client is still sending
-    abort = False  # only a reset shows that the answer is cut
+    host = ""  # the last one that was known
+    abort = False  # only a reset shows that an answer was cut
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -3842,7 +3839,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.server.busy.add(self.socket)
                 fault = self.serve(request)
         except Refused as refused:
-            self.close_connection = self.linger = True
+            self.close_connection = True
             status, fault = refused.args[0], f"{refused.args[1]}."
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
@@ -3869,9 +3866,8 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            end = time.monotonic() + LINGER_SECONDS
-            self.until = end if self.linger else 0.0
-            while time.monotonic() < end:
+            self.until = time.monotonic() + LINGER_SECONDS
+            while time.monotonic() < self.until:
                 self.rfile.read1(PIECE_BYTES)
         if self.kept is not None:
             self.kept.close()
@@ -3899,8 +3895,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.kept = None
 
     def wait_for_server(self, events: int) -> None:
-        """Send what there is of the answer, and wait for more. Raises TimeoutError, ClientGone, and
-        ConnectionError when the server answers before it has the whole request."""
+        """Send what there is of the answer, and wait for more. Raises TimeoutError."""
         if self._headers_buffer:
             self.flush_headers()
         if not self.exchange.explained:
@@ -3912,7 +3907,8 @@ class Relay(BaseHTTPRequestHandler):
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
-        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself, and
+        ConnectionError when the server answers before it has the whole request."""
         client = self.request
         while True:
             room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
@@ -3932,9 +3928,8 @@ class Relay(BaseHTTPRequestHandler):
 
     def read_request(self) -> Request | None:
         """Wait for a request's head; None when no more come. Raises Refused (RFC 9112 sections 3
-        and 6.3), also for what pages of other sites send, as far as browsers let them. The library
-        splits the first line at any white space, makes /x of //x, and sees `Connection: close` only
-        where it stands alone."""
+        and 6.3). The library splits the first line at any white space, makes /x of //x, and sees
+        `Connection: close` only where it stands alone."""
         self.until = time.monotonic() + self.config.header_timeout
         try:
             while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
@@ -3962,7 +3957,7 @@ class Relay(BaseHTTPRequestHandler):
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        unknown = self.proxy.loopback_only and host and not self.proxy.known_host(host)
+        unknown = self.proxy.loopback_only and host not in ("", self.host)
         for wrong, status, text in (
             (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
             (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
@@ -3970,11 +3965,12 @@ class Relay(BaseHTTPRequestHandler):
             (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
             ((length or 0) > self.config.max_body_mb << 20, 413, TOO_LONG),
             # The page had its own name resolve to this machine (DNS rebinding).
-            (unknown, 403, "This Host is unknown; see ALLOWED_HOSTS"),
+            (unknown and not self.proxy.known_host(host), 403, "Unknown Host; see ALLOWED_HOSTS"),
             (foreign and method == "POST" and kind != "application/json", 403, FOREIGN),
         ):
             if wrong:
                 raise Refused(status, text)
+        self.host = host
         return request
 
     def body(self, request: Request) -> Iterator[bytes]:
@@ -3999,7 +3995,7 @@ class Relay(BaseHTTPRequestHandler):
                 raise Refused(413, TOO_LONG)
             self.held += len(data)
             if not self.server.hold(len(data)):
-                raise Refused(503, "All bodies together take too much memory; try again soon")
+                raise Refused(503, "All bodies together take too much memory; try again")
         self.server.waiting.pop(self.socket, None)
         return body
 
@@ -4024,8 +4020,8 @@ class Relay(BaseHTTPRequestHandler):
         return self.forward(exchange)
 
     def begin_answer(self, status: int, reason: str | None, lines: list[str]) -> None:
-        """Make an answer's head. It is sent with the first bytes of the body: if they turn out to
-        be unreadable, another takes its place."""
+        """Make an answer's head. It is sent with the first bytes of the body: they may turn out to be
+        unreadable."""
         if self.close_connection:
             lines.append("Connection: close")
         self._headers_buffer = []
@@ -4037,7 +4033,6 @@ class Relay(BaseHTTPRequestHandler):
         status, body, headers, kind = answer
         lines = [f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Cache-Control: no-store"]
         lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
-        lines += ["Retry-After: 1"] * (status == 503)
         self.begin_answer(status, None, lines)
         if self.command != "HEAD":
             self._headers_buffer.append(bytes(body))
@@ -4082,7 +4077,7 @@ class Relay(BaseHTTPRequestHandler):
         return self.forward(exchange)
 
     def send_request(self, upstream: Upstream, exchange: Exchange) -> bool:
-        """Send a request. Returns False if the server answers before it has all of it."""
+        """Send a request; False if the server answers before it has all of it."""
         request, body = exchange.request, exchange.forwarded
         lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1"]
         lines += [f"Host: {upstream.url.netloc}", *request.headers.end_to_end(WRITTEN_ANEW)]
@@ -4098,8 +4093,8 @@ class Relay(BaseHTTPRequestHandler):
                 upstream.send(data)
         except ConnectionError:  # an early answer (413, 401), or one before the close
             whole = False
-            if exchange.passes:  # the rest must not become the next request
-                self.close_connection = self.linger = True
+            if exchange.passes:  # the rest is no request
+                self.close_connection = True
         self.server.waiting.pop(self.socket, None)
         exchange.sent = time.monotonic()
         return whole
@@ -4110,7 +4105,7 @@ class Relay(BaseHTTPRequestHandler):
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
-        self.abort = old and not by_length  # until it is whole: a close looks like its end
+        self.abort = old and not by_length  # a close would look like its end
         if response.headers.all("content-encoding"):
             exchange.tap = None
         lines = response.headers.end_to_end(() if by_length else ("content-length",))
@@ -4139,12 +4134,11 @@ class Exchange:
     view: View | None = None
     case: Case | None = None  # until the verdict is known
     verdict: Verdict | None = None
-    straight = 0.0  # the part of it that would be reused without kvproxy
-    ahead: int | None = None  # tokens of it that were read before it came
+    straight = 0.0  # the part that would be reused without kvproxy
+    ahead: int | None = None  # tokens that were read before it came
     explained = False
     usage = Usage()
-    status = 0
-    fault = ""
+    status, fault = 0, ""
     error = answer = ""  # what the server said, in part
     model, stream = "", False
     passes = False  # its body is passed on as it comes, and cannot be repeated
@@ -4154,7 +4148,7 @@ class Exchange:
         self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
     ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
-        self.address = address  # of the client, without the port
+        self.address = address  # of the client
         self.time, self.started = time.time(), time.monotonic()
         self.report, self.trace, self.tap = Report(), Trace(), Tap()
 

@@ -10825,8 +10825,7 @@ def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
         RELAY_CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + relay_chunks(body),
     ):
         answer = made.raw(coded).response()
-        assert answer.status == 503 and answer.get("Retry-After") == "1"
-        assert "memory" in relay_error(answer)
+        assert answer.status == 503 and "memory" in relay_error(answer)
     assert made.get("/kvproxy/health").status == 200
     go.set()
     assert [peer.response().status for peer in held] == [200] * 3
