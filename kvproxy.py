@@ -3228,20 +3228,16 @@ def weights_of(
 # of requests. What the library does right is the library's; each override says what it mends
 # ==================================================================================================
 
-HEAD_LIMIT = 65536  # bytes of a head
+HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
-CHUNK_LINE_LIMIT = 8192  # bytes of the line that tells a chunk's size
-INTERIM_LIMIT = 64  # answers like 100 and 103 before the final one
-BUFFER = 8192  # bytes for a client, half of it for the server: each idle stream holds both
+BUFFER = 8192  # bytes for a client, half of it for the server; idle streams hold both
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
-SEND_SECONDS = 300.0  # a client may leave an answer unread this long: then its slot is freed
-KEEP_SECONDS = 120.0  # a client's connection may stay open this long between requests
-ALONE_SECONDS = 0.5  # a client that hangs up during a stream may go unnoticed this long
-QUIET_SECONDS = 0.02  # the server is silent this long: the model works, there is time to explain
-LINGER_SECONDS = 2.0  # a client gets to read an error while it is still sending
+SEND_SECONDS = 300.0  # a client may leave an answer unread for so long
+QUIET_SECONDS = 0.02  # of silence: the model works, and there is time to explain
+LINGER_SECONDS = 2.0  # a client that is still sending gets to read an error
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
-TAP_BYTES = 65536  # of an answer's end (and a quarter of its start), kept to read the usage from
+TAP_BYTES = 65536  # of an answer's end, and a quarter of its start: the usage stands there
 
 # RFC 9110 section 7.6.1. Authorization is end to end.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -3249,13 +3245,11 @@ HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
 WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-TOKEN_START = re.compile(TOKEN)
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/1\.(\d)\r?\n" % TOKEN)
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
+FINAL_STATUS = re.compile(rb"(?m)^HTTP/1\.[01] [2-9]")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-TRAILER_LINE = re.compile(rb"(?:%s:[\t\x20-\x7e\x80-\xff]*)?\r\n" % TOKEN)
-HEAD_END = re.compile(rb"\n\r?\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
 
 Headers = list[tuple[bytes, bytes]]
@@ -3263,65 +3257,34 @@ Url = urllib.parse.SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
 
 
-class BadMessage(http.client.HTTPException):
-    """A message that is not HTTP/1.x as RFC 9112 has it."""
-
-
-class TooLong(BadMessage):
-    """A head or a line that is longer than its limit."""
-
-
 class Refused(Exception):
-    """The proxy answers by itself: (status, a sentence that says what to do)."""
+    """The proxy answers by itself: (status, what to do)."""
+
+
+class BadMessage(Refused):
+    """A message that is not HTTP/1.x as RFC 9112 has it."""
 
 
 class ClientGone(Exception):
     """The client hung up, or stopped reading."""
 
 
-class BrokenOff(Exception):
-    """The answer cannot be completed; the client must be able to see that."""
-
-
-class Answered(Exception):
-    """The server answers before it has read the whole request."""
-
-
-# --- sockets --------------------------------------------------------------------------------------
-
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-HUNG_UP = getattr(select, "POLLRDHUP", 0)  # Linux tells of a hang-up behind unread bytes
-SILENCE = struct.pack("ll", 0, 250_000)  # a `struct timeval` of a quarter of a second
 
 
-class Poller:
-    """Waits for events of sockets. `selectors` has no POLLRDHUP; select() takes no descriptor above
-    1023 on Unix."""
-
-    def __init__(self) -> None:
-        self.wanted: dict[int, int] = {}
-        self.poll: Any = None
-
-    def wait(self, wanted: dict[int, int], seconds: float) -> dict[int, int]:
-        """The events that come of those that are wanted (by descriptor)."""
-        if not hasattr(select, "poll"):
-            return self.select(wanted, max(0.0, seconds))
-        if wanted != self.wanted:  # made anew only then: a stream waits for the same ones each time
-            self.wanted, self.poll = wanted, select.poll()
-            for descriptor, events in wanted.items():
-                self.poll.register(descriptor, events)
-        return dict(self.poll.poll(1000 * max(0.0, seconds)))
-
-    @staticmethod
-    def select(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-        """For Windows."""
-        reads = [descriptor for descriptor, events in wanted.items() if events & READ]
-        writes = [descriptor for descriptor, events in wanted.items() if events & WRITE]
-        if not reads and not writes:  # it does not take three empty lists
-            time.sleep(seconds)
-            return {}
-        reads, writes, _ = select.select(reads, writes, [], seconds)
-        return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
+def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+    """The events that come in time of those that are wanted, by descriptor. select() takes none
+    above 1023, but on Windows."""
+    seconds = max(0.0, seconds)
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        for descriptor, events in wanted.items():
+            poller.register(descriptor, events)
+        return dict(poller.poll(1000 * seconds))
+    reads = [one for one, events in wanted.items() if events & READ]
+    writes = [one for one, events in wanted.items() if events & WRITE]
+    reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # not three empty lists
+    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -3330,20 +3293,17 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file that calls `wait(events)` where it would block, so that the
-    relay can wait for both of its sockets at once. It stands in for the socket in the library.
+    """A connected socket as a file, which calls `wait(events)` where it would block, so that both
+    sockets can be waited for at once. The library takes it for the socket. `ends` are the
+    exceptions for a broken connection and for the end of one."""
 
-    `gone` is the exception that a broken connection raises."""
-
-    def __init__(
-        self, sock: socket.socket, wait: Callable[[int], None], gone: type[Exception]
-    ) -> None:
-        self.sock, self.wait, self.gone = sock, wait, gone
+    def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
+        self.sock, self.wait = sock, wait
+        self.broken, self.ended = ends
         self.descriptor = sock.fileno()
-        self.received = 0  # bytes
-        self.ahead = bytearray()  # bytes read before anyone asked for them
-        self.drained = False  # the last read has emptied the socket
-        self.alone_until = 0.0  # on the monotonic clock
+        self.ahead = bytearray()  # what was read before anyone asked for it
+        # TLS may hold bytes that the system knows nothing of.
+        self.pending = getattr(sock, "pending", int)
         sock.setblocking(False)
 
     def readable(self) -> bool:
@@ -3355,24 +3315,12 @@ class Stream(io.RawIOBase):
             buffer[:size] = self.ahead[:size]
             del self.ahead[:size]
             return size
-        if (
-            self.drained and time.monotonic() > self.alone_until
-        ):  # asking it would cost a system call and perhaps a switch of threads
+        if not self.pending():
             self.wait(READ)
         size = self.attempt(self.sock.recv_into, buffer, READ)
-        self.received += size
-        # With TLS the socket may hold bytes that the system knows nothing of.
-        self.drained = size < len(buffer) and not hasattr(self.sock, "pending")
+        if not size:
+            raise self.ended("the connection ended")
         return size
-
-    def read_alone(self, alone: bool = True) -> None:
-        """Let reads wait in the system instead of calling `wait`, until it is silent for a quarter
-        of a second, and for half a second at most. That saves a system call and a switch of threads
-        for each event of a stream; with 256 of them Python's lock is what all wait for."""
-        self.alone_until = time.monotonic() + ALONE_SECONDS if alone else 0.0
-        if alone is not self.sock.getblocking():
-            self.sock.setblocking(alone)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, SILENCE)
 
     def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
         while True:
@@ -3381,7 +3329,18 @@ class Stream(io.RawIOBase):
             except AGAIN:
                 self.wait(events)
             except OSError as error:
-                raise self.gone(str(error)) from None
+                raise self.broken(str(error)) from None
+
+    def read_ahead(self) -> bool:
+        """Take in what has come, for later; False when the connection has ended."""
+        try:
+            data = self.sock.recv(PIECE_BYTES)
+        except AGAIN:
+            return True
+        except OSError:
+            return False
+        self.ahead += data
+        return bool(data)
 
     def sendall(self, data: Any) -> None:
         while data:
@@ -3392,7 +3351,7 @@ class Stream(io.RawIOBase):
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """Nothing is buffered; http.client flushes files after it closed the socket."""
+        """http.client flushes files after it closed the socket."""
 
     def close(self) -> None:
         if not self.closed:
@@ -3402,21 +3361,16 @@ class Stream(io.RawIOBase):
         super().close()
 
 
-# --- reading messages -----------------------------------------------------------------------------
-
-
 def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end. Raises TooLong, and EOFError when the file ends before."""
+    """A line with its end."""
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
-        raise TooLong("a line is too long")
-    if line[-1:] != b"\n":
-        raise EOFError("the connection ended in the middle of a line")
+        raise BadMessage(431, "A line of the head is too long")
     return line
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers with an index: the library's look-ups go through all lines each time."""
+    """Headers with an index: the library goes through all of them for each look-up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -3427,131 +3381,107 @@ class Fields(http.client.HTTPMessage):
         self.index.setdefault(name.lower(), []).append(value)
 
     def all(self, name: str) -> list[str]:
-        """The values of all lines with this (lower-case) name."""
+        """The values of a header (its name in lower case)."""
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
         """The members of a header that is a list, in lower case."""
-        return [member.strip().lower() for value in self.all(name) for member in value.split(",")]
+        values = self.all(name)
+        return [one.strip(" \t").lower() for value in values for one in value.split(",")]
 
-    def end_to_end(self, *drop: str) -> Iterator[tuple[str, str]]:
-        """The headers that a proxy passes on, without `drop`. Connection may list more, but not
-        Content-Length: without it the body would be taken for the next message."""
-        listed = set(self.members("connection")) - {"content-length"}
-        dropped = HOP_BY_HOP.union(drop, listed)
-        return (item for item in self.raw_items() if item[0].lower() not in dropped)
+    def end_to_end(self, drop: Collection[str]) -> list[str]:
+        """The lines that a proxy passes on, without `drop` and what Connection lists: not the
+        length, without which a body would be taken for the next message."""
+        dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
+        kept = (item for item in self.raw_items() if item[0].lower() not in dropped)
+        return [f"{name}: {value}" for name, value in kept]
 
-    def body_length(self) -> int | None:
-        """Content-Length. Raises BadMessage unless all values are equal plain numbers: int() takes
-        +5 and 1_0 as well, and of two lengths the library takes the first."""
-        values = self.all("content-length")
-        if len(set(values)) > 1 or not all(map(LENGTH.fullmatch, values)):
-            raise BadMessage("bad Content-Length")
-        return int(values[0]) if values else None
+    def framing(self) -> tuple[bool, int | None]:
+        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 too, and of two
+        lengths the library takes the first."""
+        coding, lengths = self.members("transfer-encoding"), self.all("content-length")
+        if coding not in ([], ["chunked"]):
+            raise BadMessage(501, "Transfer-Encoding can be chunked only")
+        if len(set(lengths)) > 1 or not all(map(LENGTH.fullmatch, lengths)):
+            raise BadMessage(400, "Content-Length is not one number")
+        return bool(coding), int(lengths[0]) if lengths else None
 
 
-def read_headers(file: Any, limit: int = HEAD_LIMIT) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line. parse_headers() of the library splits
-    them at a bare CR as well, drops all that stands behind a line without a colon, keeps folded
-    ones, and takes more than twice as long."""
+def read_headers(file: Any, limit: int) -> Fields:
+    """Header lines (RFC 9112 section 5) up to the blank line. The library's parse_headers() splits
+    them at a bare CR too, drops all behind a line without a colon, and is more than twice as slow."""
     headers = Fields()
-    whole = HEAD_END.search(b"\n" + file.peek())  # as a rule it is there
-    lines = iter(file.read(whole.end() - 1).splitlines(True) if whole else ())
-    while (line := next(lines, b"") or read_line(file, limit)) not in (b"\r\n", b"\n"):
+    for _ in range(HEADER_LIMIT + 1):
+        line = read_line(file, limit)
+        if line in (b"\r\n", b"\n"):
+            return headers
         limit -= len(line)
-        if len(headers) >= HEADER_LIMIT:
-            raise TooLong("too many header lines")
         found = FIELD_LINE.fullmatch(line)
-        if not found:  # also a NUL, a space before the colon
-            raise BadMessage("bad header line")
+        if not found:
+            raise BadMessage(400, "A header line is malformed")
         headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-    return headers
+    raise BadMessage(431, "There are too many header lines")
 
 
-def whole_chunks(block: bytes) -> tuple[bytes, int]:
-    """The payload of the chunks that stand whole at a block's start, and how many bytes they have,
-    framing and all. The last chunk, which has size 0, is none of them."""
-    payload, at = b"", 0
-    while found := CHUNK_LINE.match(block, at):
-        start = found.end()
-        end = start + int(found[1], 16)
-        if end == start or block[end : end + 2] != b"\r\n":
-            break
-        payload += block[start:end]
-        at = end + 2
-    return payload, at
-
-
-def read_chunks(file: Any, limit: float = float("inf")) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes. Raises BadMessage, EOFError and, for more
-    than `limit` bytes, Refused. HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not look at what
-    ends a chunk, and takes the connection's end for the end of the trailers."""
-    total = 0
-    while True:
-        payload, size = whole_chunks(file.peek())
-        if size:  # an event of a stream is a chunk as a rule, and comes at once
-            total += len(payload)
-            if total > limit:
-                raise Refused(413, TOO_LONG % limit)
-            yield file.read(size), payload
-            continue
-        line = read_line(file, CHUNK_LINE_LIMIT)
+def read_chunks(file: Any) -> Iterator[Part]:
+    """A chunked body (RFC 9112 section 7.1) as it comes. HTTPResponse takes +2, 0x2 and 1_0 for
+    sizes, does not look at what ends a chunk, and takes the connection's end for the end of the
+    trailers."""
+    size = -1
+    while size:
+        line = read_line(file, HEAD_LIMIT)
         found = CHUNK_LINE.fullmatch(line)
         if not found:
-            raise BadMessage("bad chunk size")
-        left = int(found[1], 16)
-        if not left:
-            break
-        total += left
-        if total > limit:
-            raise Refused(413, TOO_LONG % limit)
+            raise BadMessage(400, "A chunk's size is malformed")
+        size = left = int(found[1], 16)
         while left:
             data = file.read1(min(left, PIECE_BYTES))
-            if not data:
-                raise EOFError("the connection ended in the middle of a chunk")
             left -= len(data)
-            end = b"" if left else read_line(file, 2)
+            end = b"" if left else file.read(2)
             if end not in (b"", b"\r\n"):
-                raise BadMessage("a chunk is longer than its size")
+                raise BadMessage(400, "A chunk is longer than its size")
             yield line + data + end, data
             line = b""
-    while line[-4:] != b"\r\n\r\n":
+    trailer = line
+    while trailer != b"\r\n":
         trailer = read_line(file, HEAD_LIMIT - len(line))
-        if not TRAILER_LINE.fullmatch(trailer):
-            raise BadMessage("bad trailer")
+        if trailer != b"\r\n" and not FIELD_LINE.fullmatch(trailer):
+            raise BadMessage(400, "A trailer is malformed")
         line += trailer
     yield line, b""
 
 
-def read_plain(file: Any, left: int) -> Iterator[Part]:
-    """A body of that length as it comes. Raises EOFError if it is cut: read1() of HTTPResponse
-    hides that."""
-    while left:
-        data = file.read1(min(left, PIECE_BYTES))
-        if not data:
-            raise EOFError("the connection ended before the body did")
-        left -= len(data)
-        yield data, data
+def body_parts(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
+    """A body as it comes; coded in chunks where only closing tells its end. read1() of HTTPResponse
+    hides that one was cut."""
+    if chunked:
+        yield from read_chunks(file)
+    elif left is not None:
+        while left:
+            data = file.read1(min(left, PIECE_BYTES))
+            left -= len(data)
+            yield data, data
+    else:
+        with suppress(EOFError):
+            while data := file.read1(PIECE_BYTES):
+                yield b"%x\r\n%s\r\n" % (len(data), data), data
+        yield b"0\r\n\r\n", b""
 
 
 @dataclasses.dataclass
 class Request:
-    """A request's head, as received, but for an absolute target: that is a path."""
+    """A request's head, as received."""
 
     method: str
-    path: str  # with the query; a character for each byte
+    path: str  # with the query, without a host; a character for each byte
     headers: Fields
     old: bool = False  # HTTP/1.0
     length: int | None = None  # Content-Length
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """The value of a header (in lower case), the first one if there are several, or ''."""
-        values = self.headers.index.get(name)
-        return values[0] if values else ""
-
-
-# --- the model server's side ----------------------------------------------------------------------
+        """The first value of a header (in lower case), or ''."""
+        return next(iter(self.headers.all(name)), "")
 
 
 class Response(http.client.HTTPResponse):
@@ -3560,212 +3490,158 @@ class Response(http.client.HTTPResponse):
     _method: str  # of the request
     fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
-    length: int | None
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
-        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): it is
-        `chunked`, has a `length`, or ends when the connection does.
-
-        The library takes 103 for the answer (RFC 9110 section 15.2), and has no strict parser."""
-        for _ in range(INTERIM_LIMIT):
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): in
+        chunks, at a length, or with the connection. The library takes 103 for the answer (RFC 9110
+        section 15.2), and its parser is not strict."""
+        try:
+            self.fp.peek(1)
+        except (ConnectionError, EOFError):
+            raise http.client.RemoteDisconnected("its log may say why") from None
+        for _ in range(64):  # with some like 100 and 103
             line = read_line(self.fp, HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
-                raise BadMessage("bad status line")
+                raise BadMessage(400, "The status line is malformed")
             headers = self.headers = read_headers(self.fp, HEAD_LIMIT - len(line))
-            self.status, reason = int(match[1]), match[2] or b""
+            self.status, self.reason = int(match[1]), (match[2] or b"").decode("latin-1")
             if self.status >= 200 or self.status == 101:
                 break
         if self.status < 200:
-            raise BadMessage("it switches to another protocol, or has no final answer")
-        self.reason = reason.decode("latin-1")
-        coding = ",".join(headers.all("transfer-encoding")).strip().lower()
-        self.chunked = False
-        self.length = None if coding else headers.body_length()
+            raise BadMessage(400, "It has no final answer")
+        self.chunked, self.length = headers.framing()
         if self._method == "HEAD" or self.status in (204, 304):
-            self.length = 0
-        elif coding not in ("", "chunked"):
-            raise BadMessage("unknown Transfer-Encoding")
-        else:
-            self.chunked = bool(coding)
-        self.will_close = False  # else getresponse() would close the socket
-        framed = self.chunked or self.length is not None
+            self.chunked, self.length = False, 0
+        elif self.chunked:
+            self.length = None
         closes = "close" in headers.members("connection") or line.startswith(b"HTTP/1.0")
-        self.keeps = framed and not closes
+        self.keeps = (self.chunked or self.length is not None) and not closes
 
     def release(self) -> bool:
-        """Let go of the connection, at the end of the body; whether it can be used again."""
+        """Let go of the connection; whether it can be used again."""
         reader, self.fp = self.fp, None
         reader.raw.wait = never_wait
-        reader.raw.read_alone(False)
-        with suppress(ConnectionError):
-            try:
-                reader.peek(1)
-            except BlockingIOError:  # nothing came that nobody asked for
-                reader.detach()  # else it would close the connection
-                return self.keeps
-        return False
-
-    def pieces(self) -> Iterator[Part]:
-        """The body as it comes; coded in chunks where only closing tells its end."""
-        if self.chunked:
-            yield from read_chunks(self.fp)
-        elif self.length is not None:
-            yield from read_plain(self.fp, self.length)
-        else:
-            while data := self.fp.read1(PIECE_BYTES):
-                yield b"%x\r\n%s\r\n" % (len(data), data), data
-            yield b"0\r\n\r\n", b""
+        try:
+            reader.peek(1)
+            return False  # something came that nobody asked for
+        except BlockingIOError:
+            reader.detach()  # else it would close the connection
+            return self.keeps
 
 
 class Upstream(http.client.HTTPConnection):
-    """A connection to the model server."""
+    """A connection to the model server. The library's request() takes ASCII targets only, and sends
+    head and body apart: the server wakes up twice."""
 
-    response_class = Response
-    auto_open = 0  # a connection that was closed is not opened again unasked
     sock: Any  # a Stream, once it is connected
-    _buffer: list[bytes]
-    _HTTPConnection__response: Any
 
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
         self.url, self.tls = url, tls
-        self.kept = self.unfinished = False  # after an answer; a request was not sent whole
 
     def connect(self) -> None:
         """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
-        self.sock = Stream(self.sock, never_wait, ConnectionError)
+        self.sock = Stream(self.sock, never_wait, ConnectionError, EOFError)
 
-    def _encode_request(self, request: str) -> bytes:
-        """The library's targets are ASCII only."""
-        return request.encode("latin-1")
-
-    def _send_output(self, message_body: Any = None, encode_chunked: bool = False) -> None:
-        """The library sends head and body apart, and the server wakes up twice."""
-        head, body = b"\r\n".join([*self._buffer, b"", b""]), message_body or b""
-        self._buffer.clear()
-        if len(body) <= PIECE_BYTES:
-            head, body = head + body, b""
-        self.send(head)
-        self.send(body)
-
-    def answered(self) -> bool:
-        """Read ahead: whether the final answer has begun, or the connection has ended."""
-        stream = self.sock
-        try:
-            data = stream.sock.recv(PIECE_BYTES)
-        except AGAIN:
-            return False
-        except OSError:
-            return True
-        stream.ahead += data
-        stream.received += len(data)
-        heads = HEAD_END.split(stream.ahead)
-        final = any(len(head) > 9 and head[9:10] != b"1" for head in heads)  # "HTTP/1.1 1.."
-        return final or not data or len(stream.ahead) > HEAD_LIMIT
+    def look_for_answer(self) -> None:
+        """Raises ConnectionError when the final answer has begun, or the connection has ended."""
+        ended, ahead = not self.sock.read_ahead(), self.sock.ahead
+        if ended or FINAL_STATUS.search(ahead) or len(ahead) > HEAD_LIMIT:
+            raise ConnectionError("it answers before it has the whole request")
 
 
 class Tap:
-    """The first and the last bytes of an answer, to read the usage from; if wanted, the whole."""
-
-    __slots__ = ("first", "last", "whole")
+    """The start and the end of an answer, for its usage; if wanted, the whole."""
 
     def __init__(self) -> None:
-        self.first, self.last = b"", bytearray()
+        self.data, self.cut = bytearray(), False  # without its middle
         self.whole: bytearray | None = None
 
     def add(self, data: bytes) -> None:
-        self.last += data
+        self.data += data
         if self.whole is not None:
             self.whole += data
             if len(self.whole) > AHEAD_BYTES:
                 self.whole = None
-        if len(self.last) > 2 * TAP_BYTES:
-            self.first = self.first or bytes(self.last[: TAP_BYTES // 4])
-            del self.last[:-TAP_BYTES]
+        if len(self.data) > 2 * TAP_BYTES:
+            self.cut = True
+            del self.data[TAP_BYTES // 4 : -TAP_BYTES]
 
     def windows(self) -> tuple[bytes, bytes]:
         """(start, end) of the answer; of a short one (all of it, b"")."""
-        return (self.first, bytes(self.last)) if self.first else (bytes(self.last), b"")
+        first = TAP_BYTES // 4 if self.cut else len(self.data)
+        return bytes(self.data[:first]), bytes(self.data[first:])
 
 
 # --- the client's side ----------------------------------------------------------------------------
 
-TOO_LONG = "The body is longer than MAX_BODY_MB allows (%d bytes)."
-ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+TOO_LONG = "The body is longer than MAX_BODY_MB allows"
+FOREIGN = "Pages of other sites may send application/json only"
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object in the style of the dialect's API: SDKs raise what their users know."""
+    """An error object as the SDKs of the path's dialect expect it."""
     dialect, _ = dialect_of(path.partition("?")[0])
-    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = "invalid_request_error" if status < 500 else "api_error"
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
 class Relay(BaseHTTPRequestHandler):
-    """One client connection: reads requests, forwards them, relays the answers."""
+    """A client's connection: reads requests, forwards them, relays the answers."""
 
     server: Server
-    protocol_version = default_request_version = "HTTP/1.1"
+    protocol_version = request_version = "HTTP/1.1"
     rbufsize = BUFFER
     rfile: Any
-    _headers_buffer: list[bytes | bytearray]
-
-    # --- the life of a connection -----------------------------------------------------------------
+    _headers_buffer: list[bytes]  # what is to be sent next
+    upstream: Any = None  # an Upstream, while a request is served
+    kept: Any = None  # an Upstream, between two requests
+    exchange: Any = None  # an Exchange, likewise
+    until = 0.0  # on the monotonic clock: the client has to send by then
+    host = ""  # the last one that was known
+    abort = False  # only a reset shows that an answer was cut
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
         self.config = self.proxy.config
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request = Stream(self.socket, self.wait_for_client, ClientGone)
-        self.poller = Poller()
-        super().setup()  # makes rfile and wfile of it
-        self.upstream: Any = None  # an Upstream, while a request is served
-        self.kept: Any = None  # an Upstream, between two requests
-        self.exchange: Any = None  # an Exchange, likewise
-        self.patience = self.config.header_timeout  # seconds until the next request
-        self.limit = self.config.max_body_mb << 20
-        self.until = 0.0  # on the monotonic clock: the client has to send by then
-        self.linger = False  # the client is still sending
-        self.abort = False
-        self.host = ""  # the last Host that was found to be known
+        self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
+        super().setup()  # makes rfile and wfile of it
 
     def handle_one_request(self) -> None:
-        """Serve the next request, if one comes in time.
-
-        In the library each read has a time-out of its own, so that a head may take for ever; only
-        methods with a do_ function exist, and errors are HTML pages."""
-        self.command, self.path, self.request_version = "", "/", self.protocol_version
+        """Serve the next request. In the library each read has a time-out of its own, so that a
+        head may take for ever; only methods with a do_ function exist, and errors are HTML pages."""
+        self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
-        self.watched = READ | HUNG_UP  # events of the client, while the server is waited for
         self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            if not self.proxy.stopping and self.read_head():
+            request = None if self.proxy.stopping else self.read_request()
+            if request is not None:
                 self.server.busy.add(self.socket)
-                self.serve(self.head)
+                fault = self.serve(request)
         except Refused as refused:
-            self.close_connection = self.linger = True
-            status, fault = refused.args
+            self.close_connection = True
+            status, fault = refused.args[0], f"{refused.args[1]}."
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
-                self.respond(status, error_body(self.path, status, fault))
-        except BrokenOff as cut:
-            self.close_connection, fault = True, f"cut: {cut}"
-        except (ClientGone, OSError, EOFError):
+                body = error_body(self.path, status, fault)
+                self.respond((status, body, [], "application/json"))
+        except (ClientGone, OSError):
             self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
             self.server.hold(-self.held)
-            exchange, self.exchange, self.upstream = self.exchange, None, None
+            exchange, self.exchange = self.exchange, None
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
                 self.proxy.busy(exchange, False)
@@ -3774,410 +3650,297 @@ class Relay(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
-        with suppress(ClientGone, OSError):
-            if self.abort:  # RST is the only sign of a cut that a client without framing can see
+        with suppress(ClientGone, Refused, OSError):
+            if self.abort:
                 option = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            end = time.monotonic() + LINGER_SECONDS
-            self.until = end if self.linger else 0.0
-            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
-                pass
+            self.until = time.monotonic() + LINGER_SECONDS
+            while time.monotonic() < self.until:
+                self.rfile.read1(PIECE_BYTES)
         if self.kept is not None:
             self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
-        for file in (self.wfile, self.rfile):  # as in the library, but for ClientGone
-            with suppress(ClientGone, OSError):
-                file.close()
-
-    # --- waiting ----------------------------------------------------------------------------------
+        super().finish()
 
     def wait_for_client(self, events: int) -> None:
-        """Raises TimeoutError when it does not send in time, ClientGone when it does not read, and
-        Answered when the server answers already."""
-        client = self.request.descriptor
+        """Raises Refused when it is too slow, ClientGone when it does not read, and ConnectionError
+        when the server answers already."""
+        server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
-            if not self.poller.wait({client: WRITE}, SEND_SECONDS):
-                raise ClientGone("it does not read its answer")
+            if not poll(wanted, SEND_SECONDS):
+                raise ClientGone
             return
-        wanted, upstream = {client: READ}, self.upstream or self.kept
-        if upstream is not None:
-            wanted[upstream.sock.descriptor] = READ
-        found = self.poller.wait(wanted, self.until - time.monotonic())
+        if server is not None:
+            wanted[server.sock.descriptor] = READ
+        found = poll(wanted, self.until - time.monotonic())
         if not found:
-            raise TimeoutError
-        if client not in found and upstream is self.kept:
-            upstream.close()  # the server closes what is idle
-            self.kept = None
-        elif client not in found and upstream.answered():
-            raise Answered
+            raise Refused(408, "Too slow; a body has a minute for each MB")
+        if server is not None and server.sock.descriptor in found:
+            if server is not self.kept:
+                server.look_for_answer()
+            else:  # it closes what is idle
+                server.close()
+                self.kept = None
 
     def wait_for_server(self, events: int) -> None:
-        """Raises TimeoutError, ClientGone, and Answered before the whole request was sent."""
-        if self._headers_buffer:  # of an answer whose body lets wait for itself
+        """Send what there is of the answer, and wait for more. Raises TimeoutError."""
+        if self._headers_buffer:
             self.flush_headers()
-        happened, seconds = 0, self.config.read_timeout
         if not self.exchange.explained:
-            happened = self.watch(events, min(QUIET_SECONDS, seconds))
-            if not happened:
-                self.proxy.explain(self.exchange)
-        happened = happened or self.watch(events, seconds)
-        if not happened:
-            raise TimeoutError(f"nothing came for {seconds:g} s (READ_TIMEOUT)")
-        if events == READ and self.exchange.explained and HUNG_UP and self.upstream.tls is None:
-            self.upstream.sock.read_alone()  # on Linux; elsewhere it was not tried
-        if events == WRITE and happened & ~WRITE and self.upstream.answered():
-            raise Answered
+            if self.watch(events, QUIET_SECONDS):
+                return
+            self.proxy.explain(self.exchange)
+        if not self.watch(events, self.config.read_timeout):
+            raise TimeoutError("nothing came within READ_TIMEOUT")
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
-        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
-        client, until = self.request.descriptor, time.monotonic() + seconds
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself, and
+        ConnectionError when the server answers before it has the whole request."""
+        client = self.request
         while True:
-            wanted = {client: self.watched}
+            room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
+            wanted = {client.descriptor: READ if room else 0}
             if self.upstream is not None:
                 wanted[self.upstream.sock.descriptor] = events | READ
-            found = self.poller.wait(wanted, until - time.monotonic())
-            hint = found.pop(client, 0)
-            if hint & ~READ:
+            found = poll(wanted, seconds)
+            more = found.pop(client.descriptor, 0)
+            if more and not client.read_ahead():
                 raise ClientGone
-            if hint:  # pipelined bytes, or its end
-                try:
-                    if not self.socket.recv(1, socket.MSG_PEEK):
-                        raise ClientGone
-                    self.watched = HUNG_UP  # else poll() would tell of these bytes again and again
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    raise ClientGone from None
             for happened in found.values():
+                if events == WRITE and happened & ~WRITE:
+                    self.upstream.look_for_answer()
                 return happened
-            if not hint:
+            if not more:
                 return 0
 
-    # --- reading a request ------------------------------------------------------------------------
-
-    def read_head(self) -> bool:
-        """Wait for a request; False when no more come."""
-        self.until = time.monotonic() + self.patience
-        try:
-            for _ in range(64):  # blank lines (RFC 9112 section 2.2)
-                start = self.rfile.peek(1)[:1]
-                if start not in (b"\r", b"\n"):
-                    break
-                self.rfile.read(1)
-        except TimeoutError:
-            return False
-        if not start:
-            return False
-        if not TOKEN_START.match(start):
-            raise Refused(400, "This is not HTTP; the address may need http://, not https://.")
-        self.until = time.monotonic() + self.config.header_timeout
-        self.patience = KEEP_SECONDS
-        try:
-            self.raw_requestline = read_line(self.rfile, HEAD_LIMIT)
-            return self.parse_request()
-        except TimeoutError:
-            raise Refused(408, "The request's head took too long.") from None
-        except TooLong:
-            raise Refused(414, "The request's first line is too long.") from None
-
-    def parse_request(self) -> bool:
-        """Read a head. Raises Refused for what a server must refuse (RFC 9112 sections 3 and 6.3).
-
-        The library splits the first line at any white space, makes /x of //x, and sees
+    def read_request(self) -> Request | None:
+        """Wait for a request's head; None when no more come. Raises Refused (RFC 9112 sections 3
+        and 6.3). The library splits the first line at any white space, makes /x of //x, and sees
         `Connection: close` only where it stands alone."""
-        line = self.raw_requestline
-        words = line.decode("latin-1").split(" ")
-        self.command, self.path = words[0], words[1] if words[1:] else "/"  # to word an error
+        self.until = time.monotonic() + self.config.header_timeout
+        try:
+            while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
+                self.rfile.read(1)
+        except Refused:  # nothing came
+            return None
+        if not re.match(TOKEN, start):
+            raise Refused(400, "This is not HTTP; the address may need http://, not https://")
+        self.until = time.monotonic() + self.config.header_timeout
+        line = read_line(self.rfile, HEAD_LIMIT)
         match = REQUEST_LINE.fullmatch(line)
         if not match:
-            raise Refused(400, "This is not an HTTP request line.")
-        if match[3] != b"1":
-            raise Refused(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
-        old = match[4] == b"0"
-        self.request_version = "HTTP/1.0" if old else "HTTP/1.1"
-        try:
-            headers = self.headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
-            length = headers.body_length()
-        except BadMessage as error:
-            status = 431 if isinstance(error, TooLong) else 400
-            raise Refused(status, f"The request's head cannot be read: {error}.") from None
-        if absolute := re.match("(?i)https?://[^/?#]*", self.path):
-            self.path = "/" + self.path[absolute.end() :].removeprefix("/")
-        coding = [value.lower() for value in headers.all("transfer-encoding")]
-        no_path = self.path[0] != "/" and (self.command, self.path) != ("OPTIONS", "*")
-        # Which of two is true cannot be told.
-        twice = any(len(headers.all(name)) > 1 for name in ("host", "origin", "sec-fetch-site"))
-        for wrong, status, text in (
-            (coding and (length is not None or old), 400, "Content-Length and Transfer-Encoding."),
-            (coding not in ([], ["chunked"]), 501, "The only Transfer-Encoding here is chunked."),
-            (not headers.all("host") and not old, 400, "A request needs a Host header."),
-            (twice, 400, "A request can have one Host, Origin and Sec-Fetch-Site header only."),
-            (self.command == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY."),
-            (no_path, 400, "The request's target must be a path."),
-        ):
-            if wrong:
-                raise Refused(status, text)
+            raise Refused(400, "This is no HTTP/1.1 request line")
+        method, path, old = match[1].decode(), match[2].decode("latin-1"), match[3] == b"0"
+        if absolute := re.match("(?i)https?://[^/?#]*", path):
+            path = "/" + path[absolute.end() :].removeprefix("/")
+        self.command, self.path = method, path
+        headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
+        chunked, length = headers.framing()
         self.close_connection = old or "close" in headers.members("connection")
-        self.head = Request(self.command, self.path, headers, old, length, bool(coding))
-        return True
-
-    def check(self, request: Request) -> None:
-        """Refuse long bodies, and what pages of other sites send, as far as browsers let them."""
-        if (request.length or 0) > self.limit:
-            raise Refused(413, TOO_LONG % self.limit)
-        host = request.get("host")
-        if self.proxy.loopback_only and host and host != self.host:
-            if not self.proxy.known_host(host):
-                # The page had its own name resolve to this machine (DNS rebinding).
-                raise Refused(403, f"The Host {host[:80]!r} is not known here; see ALLOWED_HOSTS.")
-            self.host = host
+        request = Request(method, path, headers, old, length, chunked)
+        hosts, host = len(headers.all("host")), request.get("host")
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        if foreign and request.method == "POST" and kind != "application/json":
-            raise Refused(403, "A web page of another site may only send application/json here.")
+        unknown = self.proxy.loopback_only and host not in ("", self.host)
+        for wrong, status, text in (
+            (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
+            (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
+            (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
+            (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
+            ((length or 0) > self.config.max_body_mb << 20, 413, TOO_LONG),
+            # The page had its own name resolve to this machine (DNS rebinding).
+            (unknown and not self.proxy.known_host(host), 403, "Unknown Host; see ALLOWED_HOSTS"),
+            (foreign and method == "POST" and kind != "application/json", 403, FOREIGN),
+        ):
+            if wrong:
+                raise Refused(status, text)
+        self.host = host
+        return request
 
     def body(self, request: Request) -> Iterator[bytes]:
-        """A request's body as it comes, in its time; that of whoever takes it is not counted."""
+        """A request's body as it comes, in its time."""
+        if not request.chunked and not request.length:
+            return
         if request.get("expect").lower() == "100-continue" and not request.old:
-            self.until = 0.0
-            try:
-                self.rfile.peek(1)  # the body may be here already
-            except TimeoutError:  # ask for it now, when nothing speaks against it
-                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        pieces = read_plain(self.rfile, request.length or 0)
-        if request.chunked:
-            pieces = read_chunks(self.rfile, self.limit)
-        size, end = 0, time.monotonic() + BODY_SECONDS
-        self.until = end
-        try:
-            for _, data in pieces:
-                size += len(data)
-                asked = time.monotonic()
-                yield data
-                now = time.monotonic()
-                end += now - asked
-                more = BODY_SECONDS * max(0.0, size / (1 << 20) - 1)
-                self.until = min(now + BODY_SECONDS, end + more)
-        except BadMessage as error:
-            raise Refused(400, f"The chunked body cannot be read: {error}.") from None
-        except TimeoutError:
-            text = f"The body took too long: {BODY_SECONDS:g} s for each MB are allowed."
-            raise Refused(408, text) from None
-        except EOFError:
-            raise ClientGone from None
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        begun, size = time.monotonic(), 0
+        self.until = begun + BODY_SECONDS
+        for _, data in body_parts(self.rfile, request.chunked, request.length or 0):
+            yield data
+            size += len(data)
+            self.until = begun + BODY_SECONDS * (1 + size / (1 << 20))
 
     def read_body(self, request: Request) -> bytearray:
         """The whole body, counted until the request has ended."""
         body = bytearray()
-        for data in self.body(request) if request.length or request.chunked else ():
+        for data in self.body(request):
             body += data
+            if len(body) > self.config.max_body_mb << 20:
+                raise Refused(413, TOO_LONG)
             self.held += len(data)
             if not self.server.hold(len(data)):
-                raise Refused(503, "All bodies together take too much memory; try again soon.")
+                raise Refused(503, "All bodies together take too much memory; try again")
         self.server.waiting.pop(self.socket, None)
         return body
 
-    # --- one request ------------------------------------------------------------------------------
-
-    def serve(self, request: Request) -> None:
-        self.check(request)
+    def serve(self, request: Request) -> str:
+        """Answer a request; returns what went wrong, or ''."""
         path = request.path.partition("?")[0]
-        if path == "/kvproxy" or path.startswith("/kvproxy/"):
+        if re.match("/kvproxy(/|$)", path):
             self.read_body(request)
-            self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
-            return
+            self.respond(self.proxy.pages.answer(request, self.client_address[0]))
+            return ""
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
         self.proxy.busy(exchange, True)
-        if exchange.dialect is not None and request.method == "POST":
+        prompt = exchange.dialect is not None and request.method == "POST"
+        exchange.passes = bool(request.length) and not prompt
+        if prompt or request.chunked:
             exchange.received = exchange.forwarded = self.read_body(request)
-            if not request.get("content-encoding"):
-                self.proxy.prepare(exchange)
-            else:
-                exchange.report.note = "compressed"
-        elif request.chunked:
-            exchange.received = exchange.forwarded = self.read_body(request)
+        if prompt and request.get("content-encoding"):
+            exchange.report.note = "compressed"
+        elif prompt:
+            self.proxy.prepare(exchange)
         self.proxy.warmup.hold(exchange, self.watch)
-        self.forward(exchange)
+        return self.forward(exchange)
 
-    def respond(
-        self,
-        status: int,
-        body: bytes | bytearray,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        kind: str = "application/json",
-    ) -> None:
-        """An answer of the proxy's own. send_response() would add Server and Date."""
-        self._headers_buffer = []  # of an answer that was begun, and gives way to this one
-        self.send_response_only(status)
-        told = [("Content-Type", kind), ("Content-Length", str(len(body)))]
-        told += [("Cache-Control", "no-store"), *((n.decode(), v.decode()) for n, v in headers)]
-        told += [("Retry-After", "1")] * (status == 503)
-        told += [("Connection", "close")] * self.close_connection
-        for item in told:
-            self.send_header(*item)
-        self.end_headers()
+    def begin_answer(self, status: int, reason: str | None, lines: list[str]) -> None:
+        """Make an answer's head. It is sent with the first bytes of the body: they may turn out to be
+        unreadable."""
+        if self.close_connection:
+            lines.append("Connection: close")
+        self._headers_buffer = []
+        self.send_response_only(status, reason)  # send_response() would add Server and Date
+        self._headers_buffer.append("\r\n".join([*lines, "", ""]).encode("latin-1"))
+
+    def respond(self, answer: Answer) -> None:
+        """An answer of the proxy's own."""
+        status, body, headers, kind = answer
+        lines = [f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Cache-Control: no-store"]
+        lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
+        self.begin_answer(status, None, lines)
         if self.command != "HEAD":
-            self._headers_buffer.append(body)
+            self._headers_buffer.append(bytes(body))
         self.flush_headers()
 
-    def end_headers(self) -> None:
-        """The library sends a head at once. Here the first bytes of the body go with it, or turn
-        out to be unreadable: then the answer is a 502."""
-        self._headers_buffer.append(b"\r\n")
-
-    def forward(self, exchange: Exchange) -> None:
-        """Send the request on and relay the answer, over the connection of the client's last
-        request while the server keeps that open. It is repeated only where nothing came back on
-        such a one, because the server has just closed it (RFC 9112 section 9.3.1)."""
-        backend, kept = self.proxy.backend, self.kept
-        self.kept = None
-        if kept is not None:
-            passes = exchange.forwarded is None and exchange.request.length  # it goes out once
-            if passes or kept.url is not backend.url:
-                kept.close()
-            else:
-                with suppress(http.client.RemoteDisconnected):
-                    return self.forward_over(kept, exchange)
+    def forward(self, exchange: Exchange) -> str:
+        """Send the request on and relay the answer; returns why that was cut, or ''. A request is
+        repeated only where nothing came back on a connection that was used before: the server has
+        just closed it (RFC 9112 section 9.3.1)."""
+        backend = self.proxy.backend
+        upstream, self.kept = self.kept, None
+        reused = upstream is not None
         try:
-            upstream = backend.connect()
-        except OSError as error:
-            backend.lost()
-            status = 504 if isinstance(error, TimeoutError) else 502
-            text = f"The model server at {backend.name()} cannot be reached ({error})."
-            text += f" Is it running, and is BACKEND_URL right? {USUAL_PORTS}"
-            raise Refused(status, text) from None
-        return self.forward_over(upstream, exchange)
-
-    def forward_over(self, upstream: Upstream, exchange: Exchange) -> None:
-        """Raises RemoteDisconnected where nothing comes back on a connection that was kept."""
-        self.upstream = upstream
-        try:
-            response = self.ask(upstream, exchange)
+            upstream = self.upstream = upstream or backend.connect()
+            upstream.sock.wait = self.wait_for_server
+            if not reused:
+                self.watch(READ, 0)  # the client may have left by now
+            whole = self.send_request(upstream, exchange)
+            response = Response(upstream.sock, method=exchange.request.method)
+            response.begin()
             self.relay(response, exchange)
-            if not upstream.unfinished and response.release():
-                self.kept, upstream.kept = upstream, True
-                upstream._HTTPConnection__response = None  # the library lets go of it later
+            if response.release() and whole:
+                self.kept = upstream
+            return ""
+        except (OSError, EOFError, BadMessage) as fault:
+            if exchange.begun or (exchange.status and not self._headers_buffer):
+                self.close_connection = True
+                self.flush_headers()
+                return f"cut: {fault.args[-1]}"
+            silent = upstream is None or isinstance(fault, http.client.RemoteDisconnected)
+            if not (silent and reused) or exchange.passes:
+                status = 504 if isinstance(fault, TimeoutError) else 502
+                text = f"No answer from the model server at {backend.name()} ({fault.args[-1]})"
+                if silent:
+                    backend.lost()
+                    text += f". Is it running? {USUAL_PORTS} Set BACKEND_URL to its address"
+                raise Refused(status, text) from None
         finally:
             self.upstream = None
-            if self.kept is not upstream:
+            if upstream is not None and upstream is not self.kept:
                 upstream.close()
+        return self.forward(exchange)
 
-    def ask(self, upstream: Upstream, exchange: Exchange) -> Response:
-        """Send a request and read the answer's head. Raises Refused."""
-        backend, stream = self.proxy.backend, upstream.sock
-        stream.wait, stream.received = self.wait_for_server, 0
-        try:
-            # The client may have left by now; or the server, or it sent what nobody asked for.
-            if self.watch(READ, 0) and upstream.kept:
-                raise EOFError
-            self.send_request(upstream, exchange)
-            exchange.sent = time.monotonic()
-            return cast(Response, upstream.getresponse())
-        except TimeoutError as late:
-            raise Refused(504, f"The model server does not answer: {late}.") from None
-        except BadMessage as bad:
-            raise Refused(502, f"The model server's answer is not HTTP: {bad}.") from None
-        except (ConnectionError, EOFError):
-            if not stream.received and upstream.kept:
-                raise http.client.RemoteDisconnected("") from None
-            if not stream.received:
-                backend.lost()
-            text = f"The model server at {backend.name()} closed the connection without an answer"
-            raise Refused(502, f"{text}; its log may say why.") from None
-
-    def send_request(self, upstream: Upstream, exchange: Exchange) -> None:
+    def send_request(self, upstream: Upstream, exchange: Exchange) -> bool:
+        """Send a request; False if the server answers before it has all of it."""
         request, body = exchange.request, exchange.forwarded
-        passes = body is None and request.length  # as it comes
-        target = under(upstream.url, request.path)
+        lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1"]
+        lines += [f"Host: {upstream.url.netloc}", *request.headers.end_to_end(WRITTEN_ANEW)]
+        if exchange.trace.conversation:
+            lines.append(f"X-KVProxy-Conversation: {exchange.trace.conversation}")
+        if request.chunked or request.length is not None:
+            lines.append(f"Content-Length: {request.length if body is None else len(body)}")
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        whole = True
         try:
-            upstream.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
-            upstream.putheader("Host", upstream.url.netloc)
-            for name, value in request.headers.end_to_end(*WRITTEN_ANEW):
-                upstream.putheader(name, value)
-            if exchange.trace.conversation:
-                upstream.putheader("X-KVProxy-Conversation", exchange.trace.conversation)
-            if request.chunked or request.length is not None:
-                length = request.length if body is None else len(body)
-                upstream.putheader("Content-Length", str(length))
-            upstream.endheaders(body)
-            for data in self.body(request) if passes else ():
+            upstream.send(head + (body or b""))
+            for data in self.body(request) if exchange.passes else ():
                 upstream.send(data)
-        except (Answered, ConnectionError):  # an early answer (413, 401), or one before the close
-            upstream.unfinished = True
-            if passes:  # the rest must not become the next request
-                self.close_connection = self.linger = True
+        except ConnectionError:  # an early answer (413, 401), or one before the close
+            whole = False
+            if exchange.passes:  # the rest is no request
+                self.close_connection = True
         self.server.waiting.pop(self.socket, None)
+        exchange.sent = time.monotonic()
+        return whole
 
     def relay(self, response: Response, exchange: Exchange) -> None:
-        """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
+        """Pass the answer on as it comes, byte for byte."""
         exchange.status = response.status
         self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.stopping
+        self.abort = old and not by_length  # a close would look like its end
         if response.headers.all("content-encoding"):
             exchange.tap = None
-        self.send_response_only(response.status, response.reason)
-        for item in response.headers.end_to_end(*["content-length"] * response.chunked):
-            self.send_header(*item)
-        for item in self.proxy.diagnosis(exchange).items():
-            self.send_header(*item)
+        lines = response.headers.end_to_end(() if by_length else ("content-length",))
+        lines += map(": ".join, self.proxy.diagnosis(exchange).items())
         if not by_length and not old:
-            self.send_header("Transfer-Encoding", "chunked")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        try:
-            for received, payload in response.pieces():
-                # llama-server sends the head before it reads the prompt.
-                exchange.begun = exchange.begun or time.monotonic()
-                if exchange.tap is not None:
-                    exchange.tap.add(payload)
-                if self._headers_buffer:
-                    self._headers_buffer.append(payload if old else received)
-                    self.flush_headers()
-                else:
-                    self.request.sendall(payload if old else received)
-            self.flush_headers()
-        except (TimeoutError, EOFError, ConnectionError, BadMessage) as fault:
-            if self._headers_buffer:  # nothing was sent yet
-                raise Refused(502, f"The model server's answer is broken: {fault}.") from None
-            # Without framing a plain close looks like the end; RST does not.
-            self.abort = old and not by_length
-            raise BrokenOff(str(fault)) from None
+            lines.append("Transfer-Encoding: chunked")
+        self.begin_answer(response.status, response.reason, lines)
+        for received, payload in body_parts(response.fp, response.chunked, response.length):
+            exchange.begun = exchange.begun or time.monotonic()
+            if exchange.tap is not None:
+                exchange.tap.add(payload)
+            self._headers_buffer.append(payload if old else received)  # wait_for_server() sends it
+        self.flush_headers()
+        self.abort = False
 
 
 class Exchange:
     """One request on its way, and what is remembered of it afterwards."""
 
+    client = b""  # a hash of who sent it
+    number = 0
+    sent = ended = 0.0
+    begun = 0.0  # the first byte of the answer's body: the prompt was read
+    received: bytes | bytearray | None = None
+    forwarded: bytes | bytearray | None = None
+    view: View | None = None
+    case: Case | None = None  # until the verdict is known
+    verdict: Verdict | None = None
+    straight = 0.0  # the part that would be reused without kvproxy
+    ahead: int | None = None  # tokens that were read before it came
+    explained = False
+    usage = Usage()
+    status, fault = 0, ""
+    error = answer = ""  # what the server said, in part
+    model, stream = "", False
+    passes = False  # its body is passed on as it comes, and cannot be repeated
+    tap: Tap | None
+
     def __init__(
         self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
     ) -> None:
         self.request, self.dialect, self.counting = request, dialect, counting
-        self.address = address  # of the client, without the port
-        self.client = b""  # a hash of who sent it
-        self.number = 0
+        self.address = address  # of the client
         self.time, self.started = time.time(), time.monotonic()
-        self.sent = self.begun = self.ended = 0.0  # begun: the first byte behind the answer's head
-        self.received: bytes | bytearray | None = None
-        self.forwarded: bytes | bytearray | None = None
-        self.view: View | None = None
-        self.report, self.trace = Report(), Trace()
-        self.case: Case | None = None  # until the verdict is known
-        self.verdict: Verdict | None = None
-        self.straight = 0.0  # the part of it that would be reused without kvproxy
-        self.ahead: int | None = None  # tokens of it that were read before it came
-        self.explained = False
-        self.usage = Usage()
-        self.status, self.fault = 0, ""
-        self.error = self.answer = ""  # what the server said, in part
-        self.model, self.stream = "", False
-        self.tap: Tap | None = Tap()
+        self.report, self.trace, self.tap = Report(), Trace(), Tap()
 
     def size(self) -> int:
         """Bytes of the bodies."""
@@ -5621,7 +5384,8 @@ class Pages:
             if status == 503 or (status in (502, 504) and not error):
                 if known and "state" not in known:
                     return "The model server answers again", "fair", ""
-                state = f"The model server is not ready ({status})"
+                words = "is not ready" if status == 503 else "does not answer"
+                state = f"The model server {words} ({status})"
             return state, "bad", tag("p", error or fault, "soft") if near else ""
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]

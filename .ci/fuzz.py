@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def inspect(data: bytes) -> None:
 
 
 class Packets(io.RawIOBase):
-    """A file that gives at most `size` bytes at a time, as a socket may."""
+    """A file that gives at most `size` bytes at a time, as a Stream may, and raises at its end."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self.data, self.size = data, size
@@ -140,6 +141,8 @@ class Packets(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if not self.data:
+            raise EOFError
         piece = self.data[: min(self.size, len(buffer))]
         buffer[: len(piece)] = piece
         self.data = self.data[len(piece) :]
@@ -150,15 +153,16 @@ def read_request(data: bytes, size: int) -> tuple[object, ...]:
     """What the relay makes of a request with a chunked body."""
     relay = kvproxy.Relay.__new__(kvproxy.Relay)  # without a socket
     relay.rfile = io.BufferedReader(Packets(data, size))
+    relay.config = kvproxy.Config()
+    relay.proxy = types.SimpleNamespace(loopback_only=False)
     body = b""
     try:
-        relay.raw_requestline = kvproxy.read_line(relay.rfile, kvproxy.HEAD_LIMIT)
-        relay.parse_request()
+        request = relay.read_request()
         for _, payload in kvproxy.read_chunks(relay.rfile):
             body += payload
-    except (kvproxy.Refused, kvproxy.BadMessage, EOFError) as refused:
+    except (kvproxy.Refused, EOFError) as refused:
         return (type(refused),)
-    return (relay.command, relay.path, list(relay.headers.raw_items()), body)
+    return (request.method, request.path, list(request.headers.raw_items()), body)
 
 
 def http(data: bytes) -> None:
