@@ -3101,10 +3101,10 @@ def side_of(view: View, agent: str) -> str:
 
 
 SAVED_BY = (
-    "Counted are only tokens that would not have been reused without kvproxy, at the speed at which"
-    " the server reads 512 tokens and more."
+    "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
+    " of at least 512 tokens."
 )
-IDLE_WAIT = 5.0  # seconds to wait for an idle server, to ask it why
+IDLE_WAIT = 5.0  # seconds to wait for an idle server
 ANSWER_START = 80  # characters that a template puts behind the last turn
 
 
@@ -6057,7 +6057,7 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
-LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
 LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
@@ -6104,10 +6104,9 @@ def command_inspect(args: Words, config: Config) -> int:
         if findings and not reader.ledger.count:
             print("First put kvproxy in front: it cures most of this.")
     for found in sorted(findings.values(), key=lambda found: -found["tokens"]):
-        told = (
-            f"- {found['cause']}: {counted(found['requests'], 'request')}, of which kvproxy cures"
-        )
-        told += f" {found['cured']}; about {found['tokens']:,} tokens read. {found['advice']}"
+        told = f"- {found['cause']}: {counted(found['requests'], 'request')}, "
+        told += f"kvproxy cures {found['cured']}, " * (found["cured"] > 0)
+        told += f"about {found['tokens']:,} tokens read. {found['advice']}"
         print(visible(json.dumps(found) if args.json else told))
     return 0
 
