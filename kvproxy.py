@@ -2296,12 +2296,11 @@ class Tools:
 
 @dataclasses.dataclass
 class Usage:
-    """What the server reported of an answer, in tokens and ms; None (never 0) where it did not."""
+    """What the server reported, in tokens and ms; None (never 0) where it did not."""
 
     prompt: int | None = None
     cached: int | None = None
     prompt_ms: float | None = None
-    output: int | None = None
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
@@ -2310,53 +2309,50 @@ class Usage:
         return self.prompt - self.cached
 
 
-# What a server calls a number, in `usage`, its details, `timings` or beside them -> what it is.
+# What a server calls a number -> what it is. Anthropic's input_tokens are what was not cached.
 USAGE_KEYS = {
-    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "cached_tokens": "cached",
-    "prompt_cache_hit_tokens": "cached", "completion_tokens": "output", "output_tokens": "output",
-    "predicted_n": "output", "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
-    # Anthropic's: input_tokens are only what was not cached.
-    "input_tokens": "input", "cache_read_input_tokens": "cache_read",
-    "cache_creation_input_tokens": "cache_write",
+    "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "input_tokens": "input",
+    "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
+    "cache_read_input_tokens": "cache_read", "cache_creation_input_tokens": "cache_write",
+    "cache_n": "cache_n", "prompt_n": "prompt_n", "prompt_ms": "prompt_ms",
+    "prompt": "prompt", "cached": "cached",  # in kvproxy's captures
 }  # fmt: skip
-USAGE_NAMES = {"usage", "timings", "tokens_evaluated"}
 USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
 def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
-    """The events in an answer's first bytes, and in its last ones if it is longer; without streams
-    there is one. Of an event whose beginning is cut off, its numbers."""
+    """The events in an answer's first bytes, and in its last ones."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
-        text, events = window.decode("utf-8", "replace"), list[Json]()
-        for one in text.split("\n") if streamed else [text]:
-            if "{" in one:
-                try:
-                    events.append(members(json.loads(one.removeprefix("data:"))))
-                except (ValueError, RecursionError):
-                    if window is (last or first):
-                        events.append(numbers_at_end(one))
-        windows.append(events)
+        text, at_end = window.decode("utf-8", "replace"), window is (last or first)
+        lines = text.split("\n") if streamed else [text]
+        windows.append([event_of(line, at_end) for line in lines if "{" in line])
     return windows
 
 
-def numbers_at_end(text: str) -> Json:
-    """The last members with numbers of a JSON object that is cut off."""
+def event_of(line: str, at_end: bool) -> Json:
+    """The event in a line; at an answer's end the numbers of one whose beginning is cut off."""
+    with suppress(ValueError, RecursionError):
+        return members(json.loads(line.removeprefix("data:")))
     found: Json = {}
-    for member in list(USAGE_MEMBER.finditer(text))[-2:]:
+    for member in list(USAGE_MEMBER.finditer(line))[-2:] if at_end else ():
         with suppress(ValueError, RecursionError):
-            found[member[1]] = json.JSONDecoder().raw_decode(text, member.end())[0]
+            found[member[1]] = json.JSONDecoder().raw_decode(line, member.end())[0]
     return found
 
 
 def usage_of(windows: list[list[Json]]) -> Usage:
-    """The cache numbers in the events of an answer (llama-server, LM Studio, others)."""
+    """The numbers in the events of an answer."""
     found: Json = {}
     for event in itertools.chain(*windows):
         for part in (event, members(event.get("response")), members(event.get("message"))):
-            for name in USAGE_NAMES.intersection(part):
-                read_numbers(found, name, part[name])
+            usage, beside = members(part.get("usage")), part.get("tokens_evaluated")
+            places = [{"tokens_evaluated": beside}, usage, *map(members, usage.values())]
+            for numbers in (*places, members(part.get("timings"))):
+                for key, value in numbers.items():
+                    if key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+                        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
         cached = found.get("cache_read", cached)
@@ -2364,30 +2360,19 @@ def usage_of(windows: list[list[Json]]) -> Usage:
         prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
     if read is not None and "cache_n" in found:
         prompt, cached = read + found["cache_n"], found["cache_n"]
-    elif read is not None and cached is None and prompt is not None and prompt >= read:
-        cached = prompt - read  # a llama-server without cache_n
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
-    return Usage(prompt, cached, found.get("prompt_ms"), found.get("output"))
+    return Usage(prompt, cached, found.get("prompt_ms"))
 
 
-def read_numbers(found: Json, key: str, value: Any) -> None:
-    """Enter a number, or those of a usage or timings object, into `found`."""
-    if isinstance(value, dict):
-        for name, number in value.items():
-            read_numbers(found, name, number)
-    elif key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
-        found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
-
-
-# What leads to the words and calls of an answer, and the types of objects that hold words.
+# What leads to words and calls of an answer; the types of objects with words.
 ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
                "item", "output")  # fmt: skip
 WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
 def heard_answer(windows: list[list[Json]]) -> Heard:
-    """What an answer says, by the events of its beginning and, if it is long, of its end."""
+    """What an answer says, by the events of its beginning and of its end."""
     said = [list(answer_parts(events)) for events in windows]
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
@@ -2397,7 +2382,7 @@ def heard_answer(windows: list[list[Json]]) -> Heard:
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces in an answer of any dialect; `key` is what leads to `value`."""
+    """(text, tool call id) pieces of an answer in any dialect; `key` leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -2422,15 +2407,14 @@ def listed(value: Any) -> list[Any]:
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-# What of an item, part, call or result the server reads, in this order.
+# What the server reads of an item, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
 
 
 def part_text(value: Any) -> str:
-    """All that the server reads of an item, a part, a call or a result: ids, names and texts,
-    without reasoning. Arguments are equal in any spelling: the server parses them. An image's bytes
-    stand for few tokens, and are replaced by a hash."""
+    """All that the server reads of an item, a part, a call or a result, without reasoning, with
+    arguments in one spelling and hashes for image bytes."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
@@ -2451,14 +2435,14 @@ def part_text(value: Any) -> str:
 
 
 def told_of(turn: Turn) -> str:
-    """All that the server reads of a turn; remembered with it."""
+    """All that the server reads of a turn."""
     if turn.told is None:
         turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
     return turn.told
 
 
 def tool_name(tool: Any) -> str:
-    """A tool's or a call's name for people, '?' where it has none."""
+    """A tool's or a call's name for people."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
@@ -2467,88 +2451,64 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 
 class Prompt:
-    """A prompt as it was forwarded, in the segments that the server reads: system, tools, turns.
+    """A prompt as forwarded, in segments: `head` (system, tools), then `turns`, without reasoning,
+    which clients and templates drop at will. `sent` is it as it came, if that differs."""
 
-    Reasoning is no segment, since clients and templates drop it at will. `head` is a hash of all
-    before the turns, `turns` has one of all turns up to each. `time` is on any clock; `sent` is the
-    prompt as it came, if it was edited. The last three members are known when the request ends."""
+    tokens: int | None = None  # known when the request ends
+    number = 0
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.segments = [("system", turn.text()) for turn in view.system()]
-        self.system = "\n".join([text for _, text in self.segments])
-        self.tools = list[str]()
-        for tool in listed(view.body.get("tools")):
-            self.tools.append(tool_name(tool))
-            text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {self.tools[-1]}", text))
-        self.first = len(self.segments)  # place of the first turn
-        self.reasoning = set[int]()  # numbers of the turns with which reasoning was sent
-        self.answers = number = link = 0  # how many turns there are up to the last answer
-        self.head, self.turns = hash(tuple(self.segments)), list[int]()
+        self.head = [("system", turn.text()) for turn in view.system()]
+        self.system = "\n".join([text for _, text in self.head])
+        tools = listed(view.body.get("tools"))
+        self.tools = list(map(tool_name, tools))
+        for name, tool in zip(self.tools, tools, strict=True):
+            self.head.append((f"tool {name}", json.dumps(bare(tool) if members(tool) else tool)))
+        self.turns = list[Segment]()
+        self.reasoning = set[int]()  # numbers of turns with it
+        self.answers = 0  # turns up to the last answer
         turns = view.turns[view.leading() :]
         for turn in turns:
-            if turn.role == "reasoning":
-                self.reasoning.add(number + 1)
-                continue
-            number += 1
-            if turn.role == "assistant" and turn.item:
-                kinds = [members(part).get("type") for part in listed(turn.item.get("content"))]
-                thought = any(kind in REASONING_PARTS for kind in kinds)
-                if thought or turn.item.get("reasoning_content"):
-                    self.reasoning.add(number)
-            role = "prompt" if view.dialect.turns == "prompt" else turn.role
-            self.segments.append((f"turn {number} ({role})", told_of(turn)))
-            self.turns.append(link := hash((link, self.segments[-1])))
-            if role == "assistant":
-                self.answers = number
+            item = turn.item or {}
+            kinds = [members(part).get("type") for part in listed(item.get("content"))]
+            thought = any(kind in REASONING_PARTS for kind in (turn.role, *kinds))
+            if thought or item.get("reasoning_content"):
+                self.reasoning.add(len(self.turns) + 1)
+            if turn.role != "reasoning":
+                role = "prompt" if view.dialect.turns == "prompt" else turn.role
+                self.turns.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+            if turn.role == "assistant":
+                self.answers = len(self.turns)
+        self.segments = self.head + self.turns
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
         self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
-        self.step = ""  # what it is for, so that no long read alarms anybody
+        self.step = ""  # what it is for
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = side or (later if self.answers else "first prompt")
-        self.tokens: int | None = None
-        self.number, self.first_pace = 0, 0.0  # see tell_pace()
 
     def at(self, place: int) -> Segment:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
     def has_turns_of(self, base: Prompt) -> bool:
-        """Whether its turns begin with all turns of another prompt."""
-        count = len(base.turns)
-        if self.turns[count - 1 : count] == base.turns[-1:]:
-            return True
-        (name, text), (base_name, base_text) = self.at(self.first), base.at(base.first)
-        return name == base_name == "turn 1 (prompt)" and text.startswith(base_text)
+        return self.turns[: len(base.turns)] == base.turns
 
-    def goes_on(self, base: Prompt) -> bool:
-        """Whether it begins with the whole of another prompt."""
-        return self.head == base.head and self.has_turns_of(base)
-
-    def depth(self, other: Prompt) -> int:
-        """The number of segments that it begins with as another prompt does."""
-        if self.head == other.head:
-            return self.first + common_prefix(self.turns, other.turns)
-        return common_prefix(self.segments[: self.first], other.segments[: other.first])
-
-    def common(self, other: Prompt) -> int:
-        """Characters that it begins with as another prompt does."""
-        depth = self.depth(other)
-        if depth == len(other.segments):
-            return other.size
-        (name, text), (other_name, other_text) = self.at(depth), other.at(depth)
-        more = common_prefix(text, other_text) if name == other_name else 0
-        return sum([len(text) for _, text in self.segments[:depth]]) + more
+    def common(self, base: Prompt) -> tuple[int, int]:
+        """How many segments and characters it begins with as another prompt does."""
+        depth = common_prefix(self.segments, base.segments)
+        (name, text), (base_name, base_text) = self.at(depth), base.at(depth)
+        more = common_prefix(text, base_text) if name == base_name else 0
+        return depth, sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the common prefix, by halves: comparing slices is faster than comparing items."""
+    """Length of the common prefix. Slices are compared faster than items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -2557,57 +2517,42 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether half of the longer text is common: its start and end, or its lines."""
-    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
-        return a == b
-    a, b = a[:65536], b[:65536]
-    prefix, wanted = common_prefix(a, b), max(len(a), len(b)) / 2
-    if prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1]) > wanted:
-        return True
-    return sum(map(len, set(a.splitlines()) & set(b.splitlines()))) > wanted
+    """Whether half of the longer text is common: its ends, or its lines."""
+    prefix = common_prefix(a, b)
+    ends = prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1])
+    lines = sum(map(len, set(a.splitlines()) & set(b.splitlines())))
+    return a == b or 2 * max(ends, lines) > max(len(a), len(b))
 
 
-KINDS = (  # what a differing span looks like, most telling first
-    ("clock", _CLOCK),
-    ("uuid", r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-\w{4}-\w{4}-\w{12}\b"),
-    ("path", r"(?:\b[A-Za-z]:|~|\.{1,2})?[\\/][\w.~-]+(?:[\\/][\w.~-]*)+"),
-    ("hash", r"\b[0-9a-f]{5,}\b|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}"),
-    ("counter", r"\d+(?:[.,]\d+)*"),
-    ("id", r"\b\w*\d\w*"),
-)
-VOLATILE = ("clock", "uuid", "hash", "counter", "path", "id", "tool order")
+# What a differing piece looks like, most telling first; ids are numbers, too.
+KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What the texts look like where they part: one of KINDS, removed, added or text."""
+    """What two texts look like where they part."""
     if at >= len(after.rstrip()) or at >= len(before.rstrip()):
         return "removed" if at >= len(after.rstrip()) else "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
-    for name, pattern in KINDS:
+    for name, pattern in KINDS.items():
         hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
-        there = [[hit[0] for hit in one if hit.start() <= at - start <= hit.end()] for one in hits]
-        if all(there) and not (name == "hash" and "".join(one[0] for one in there).isdigit()):
+        if all(any(hit.start() <= at - start <= hit.end() for hit in one) for one in hits):
             return name
     return "text"
 
 
 def around(text: str, at: int) -> str:
-    """The line, or a piece of it, where two texts part."""
+    """A piece of the line where two texts part."""
     start = max(text.rfind("\n", 0, at) + 1, at - 30)
     end = text.find("\n", at + 1)
     return text[start : min(end if end >= 0 else len(text), at + 40)]
 
 
-# --- verdicts -------------------------------------------------------------------------------------
-
-LOOKED_AT = 8  # the newest of other conversations, which may be this one under another name
-COMPARED = 32  # the newest of a conversation, or of all
-LOOKED_THROUGH = 256  # prompts, the newest, for those of a conversation
+NEWEST, COMPARED = 8, 64  # prompts of other conversations, and of all
 VERDICTS = {
     "cold": "nothing like it was sent before",
     "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
-    "template": "the client did its part, but the chat template renders old turns in another way",
+    "template": "the chat template renders old turns in another way",
     "lost": "the client did its part, but the server had forgotten it",
     "new branch": "shares its beginning with another conversation, or with an older prompt",
     "not reported": "the server gave no cache numbers",
@@ -2616,11 +2561,8 @@ VERDICTS = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt.
-
-    `share` is the part (0 to 1, by characters) that an earlier prompt began with; `expected` the
-    tokens that should have been reused, None where nothing tells; `base` the number of the request
-    that this one goes on from, 0: none. `cure` is a setting, ready to copy."""
+    """What became of one prompt. An earlier one began with a `share` of its characters; `base` is
+    the request that it goes on from, `expected` the tokens to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2636,47 +2578,36 @@ class Verdict:
     expected: int | None = None
 
     def title(self) -> str:
-        """The name, and what kind of request it is about."""
         return self.name + (f" ({self.step})" if self.step else "")
 
     def line(self) -> str:
-        """The second log line, for a prompt that was not reused; '' if there is nothing to say."""
-        if self.name == "new branch" and self.kind in ("regenerated", "edited"):
-            return f"goes on from an older prompt than the newest one ({self.kind})"
+        """The second log line; '' if there is nothing to say."""
         if self.name != "rewritten" or self.kind == "reasoning":
             return self.advice
         told = f"changed in {self.where}, {self.kind}: {self.before!r} -> {self.after!r}"
         if self.kind in ("taken out", "put in"):
             told = f"{self.where} was {self.kind}: {self.before or self.after!r}"
-        return f"{told}; {self.remedy()}".rstrip("; ")
-
-    def remedy(self) -> str:
-        """What helps."""
-        return f"{self.advice} {self.cure}".strip()
+        return f"{told}; {self.advice} {self.cure}".replace(";  ", "; ").rstrip("; ")
 
 
 @dataclasses.dataclass
 class Case:
-    """A prompt under judgement, until the server's numbers are known.
-
-    `base` is this conversation's prompt that it goes on from (`whole`) or was made from; `between`
-    are the prompts that the server got since the one that it was compared with."""
+    """A prompt under judgement. `base` is this conversation's prompt that it goes on from (`whole`)
+    or was made from; `between` are those since then."""
 
     verdict: Verdict
     prompt: Prompt
     base: Prompt | None = None
     whole: bool = False
-    between: list[Prompt] = dataclasses.field(default_factory=list)
-    texts: tuple[str, str] = ("", "")  # of the place where they part, before and now
-    place: int = 0  # of the segment where they part
-    learned: list[Shape] = dataclasses.field(default_factory=list)  # all that varied there
-    straight: float = 0.0  # the part of it that would be reused without kvproxy
-    moved: bool = False  # by kvproxy itself: the client's messages only went on
-    away: bool = False  # the server was away since then
-    idle: float = 0.0  # seconds without a request before it
+    between: Sequence[Prompt] = ()
+    texts: tuple[str, str] = ("", "")  # where they part
+    learned: Sequence[Shape] = ()  # all that varied in the system text
+    straight: float = 0.0  # share that would be reused without kvproxy
+    moved: bool = False  # by kvproxy itself
+    away: bool = False  # the server was, since then
+    idle: float = 0.0  # seconds before it
     ahead: int | None = None  # tokens of it that were read before it came
-    slots: int | None = None  # that the server has, if it was asked
-    first_byte: float = 0.0  # seconds until a stream began; 0: not known
+    slots: int | None = None  # of the server
 
 
 class Ledger:
@@ -2689,289 +2620,151 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it; settle() comes later. `lost_at`:
-        when the server was last away, on the prompts' clock; `shapes`: what was learned."""
+        """Compare a prompt with those before it, and remember it. `lost_at`: when the server was
+        last away; `shapes`: what was learned."""
         with self.lock:
-            stored = list(itertools.islice(reversed(self.entries), LOOKED_THROUGH))
+            stored = list(itertools.islice(reversed(self.entries), COMPARED))
             self.entries.append(prompt)
             self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
                 self.size -= self.entries.popleft().memory
-        verdict = Verdict(side=prompt.side, step=prompt.step)
-        case = Case(verdict, prompt)
+        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
         if not stored or not prompt.segments:
             return case
-        case.base = previous(prompt, stored)
-        base = case.base
-        if base is None:  # of other conversations the closest one, rather one with the same tools
-            like = [one for one in stored if one.head == prompt.head] or stored
-            rank = {one: (one.tools == prompt.tools, prompt.common(one)) for one in like[:COMPARED]}
-            base = max(rank, key=rank.__getitem__)
-        newer = stored[: stored.index(base)]
-        case.between, case.away = newer[:COMPARED], base.time < lost_at
-        case.whole = case.base is not None and prompt.goes_on(base)
-        others = {base} if case.whole else {base, *stored[:LOOKED_AT]}
-        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
-        sent = prompt.sent or prompt
-        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
-        talks = [(one.conversation, one.head) for one in newer if not one.side]
+        case.base = base = previous(prompt, stored)
+        if base is None:  # rather one with the same tools
+            ranks = [(one.tools == prompt.tools, prompt.common(one)) for one in stored]
+            base = stored[ranks.index(max(ranks))]
+        case.between = newer = stored[: stored.index(base)]
+        case.away = base.time < lost_at
+        went_on = base.head == prompt.head and prompt.has_turns_of(base)
+        case.whole = case.base is not None and went_on
+        sent, others = prompt.sent or prompt, [base] if case.whole else [base, *stored[:NEWEST]]
+        shared = max(prompt.common(one)[1] for one in others)
+        straight = max(sent.common(one.sent or one)[1] for one in others)
+        case.verdict.share = shared / (prompt.size or 1)
+        case.straight = straight / (sent.size or 1)
+        ours = [one.head for one in newer if one.conversation == base.conversation and not one.side]
         if not case.whole:
             judge_change(case, base, shapes)
-        elif prompt.side or (base.conversation, base.head) not in talks:
-            verdict.name = "extended"
+        elif prompt.side or base.head not in ours:
+            case.verdict.name = "extended"
         else:
-            same = len(prompt.turns) == len(base.turns)
-            verdict.name, verdict.kind = "new branch", "regenerated" if same else "edited"
+            case.verdict.name = "new branch"
+            case.verdict.advice = "goes on from an older prompt than the newest one"
         return case
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
-    """The prompt of the same conversation that this one goes on from, or was made from by a change
-    of its history; what stands before the turns does not count. One whose last message alone was
-    put in another way (a branch, a question beside the conversation) is passed over."""
-    talk, side = prompt.conversation, prompt.side
-    named = [one for one in stored if one.conversation == talk and (side or not one.side)]
-    own = named[:COMPARED]
-    near = [one for one in stored[:LOOKED_AT] if one.conversation != talk and not one.side]
+    """The prompt of the same conversation that this one goes on from, or changes the history of:
+    the newest with the most turns in common."""
+    own = [one for one in stored if one.conversation == prompt.conversation]
+    own = [one for one in own if prompt.side or not one.side]
+    near = [one for one in stored[:NEWEST] if one not in own and looks_alike(prompt, one)]
     best, reached = None, -1
-    for one in own + near:  # its name may have changed
-        whole = prompt.has_turns_of(one)
-        depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
-        if depth < reached or not (whole or prompt.answers > depth):
-            continue
-        tie = best if depth == reached else None
-        if tie and (not whole or tie.head == prompt.head):
-            continue
-        if tie and prompt.common(one) <= prompt.common(tie):
-            continue
-        if one.conversation == talk or looks_alike(prompt, one):
+    for one in own + near:
+        depth = common_prefix(prompt.turns, one.turns)
+        fits = depth == len(one.turns) or depth < prompt.answers
+        if fits and depth > reached:
             best, reached = one, depth
-    newest = max(own[:1] + near[:1], key=lambda one: one.time, default=best)
-    if best is None or newest is None or newest is best:
-        return best
-    # It was made from the newest one if the last message of that is history now.
-    history = prompt.segments[prompt.first + reached : prompt.first + prompt.answers]
-    made = newest.segments[-1][1] in [text for _, text in history]
-    return newest if made and (newest.conversation == talk or looks_alike(prompt, newest)) else best
+    if best is None:
+        return None
+    # Or the newest, if its last message is history now.
+    newest = max(own[:1] + near[:1], key=lambda one: one.time)
+    history = [text for _, text in prompt.turns[reached : prompt.answers]]
+    return newest if newest.turns and newest.turns[-1][1] in history else best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
-    """Whether a prompt of another name seems to be of the same conversation."""
-    (name, opening), first = prompt.at(prompt.first), one.at(one.first)[1]
-    if name.endswith("(prompt)"):
-        return prompt.goes_on(one)
-    if prompt.side or one.side or not one.turns or not prompt.answers:
+    """Whether one of another name seems to be of the same conversation."""
+    if not prompt.turns or not one.turns or prompt.side or one.side:
         return False
-    if not (first in opening or opening in first or alike(first, opening)):
-        said = {text for _, text in prompt.segments[prompt.first :] if len(text) > 20}
-        if said.isdisjoint([text for _, text in one.segments[one.first :]]):
-            return False
-    return alike(one.system, prompt.system)
+    opening, first = prompt.turns[0][1], one.turns[0][1]
+    said = {text for _, text in one.turns if len(text) > 20}
+    similar = first in opening or opening in first or alike(first, opening)
+    similar = similar or any(text in said for _, text in prompt.turns)
+    return prompt.answers > 0 and similar and alike(one.system, prompt.system)
 
 
 def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
-    """Name what became of a prompt that does not go on from an earlier one."""
-    verdict, prompt = case.verdict, case.prompt
-    locate_change(case, base, shapes)
-    place, same_talk = verdict.where.partition(" ")[0], case.base is not None
+    """Say where a prompt parts from an earlier one, and what became of it."""
+    verdict, prompt, same_talk = case.verdict, case.prompt, case.base is not None
     sent, base_sent = prompt.sent or prompt, base.sent or base
-    if same_talk and sent.has_turns_of(base_sent):
-        case.moved = place == "turn" or sent.head == base_sent.head
-    goes_on = same_talk and (place == "turn" or prompt.answers > 0)
-    volatile = place != "turn" and (verdict.kind in VOLATILE or case.learned != [])
-    same_agent = place != "system" or alike(base.system, prompt.system)
-    if same_agent and (goes_on or volatile) and not prompt.side:
-        verdict.name = "rewritten"  # a side request has a prompt of its own: no fault
-    else:
-        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
-
-
-def locate_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
-    """Say where a prompt parts from an earlier one, and what the change looks like."""
-    verdict, prompt = case.verdict, case.prompt
-    case.place = depth = prompt.depth(base)
-    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
+    in_turns, place = base.head == prompt.head, prompt.common(base)[0]
+    (old_name, old), (name, new) = base.at(place), prompt.at(place)
     verdict.where = name or old_name
     if base.system != prompt.system:
-        verdict.where = "system"
-        old, new = system_change(case, base, shapes)
+        verdict.where, known = "system", {shape.name(): shape for shape in shapes}
+        rows = [shape.row() for shape in known.values()]
+        (old, lifted), (new, _) = lift_text(base.system, rows), lift_text(prompt.system, rows)
+        if old == new:
+            case.learned = [known[label] for label, _ in lifted]
+            old, new = base_sent.system, sent.system
     elif base.tools != prompt.tools:
         same = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
         old, new = ", ".join(base.tools), ", ".join(prompt.tools)
-    elif case.base is None and depth >= prompt.first:
-        return  # the first words of another conversation
     else:
-        verdict.kind = moved_text(base, prompt, depth)
+        verdict.kind = moved_text(base, prompt, place)
         if verdict.kind == "taken out":
             verdict.where, new = old_name, ""
         elif verdict.kind == "put in":
             old = ""
-    case.texts = old, new
-    at = common_prefix(old, new)
-    verdict.kind = verdict.kind or kind_of(old, new, at)
-    verdict.before, verdict.after = around(old, at), around(new, at)
+    if same_talk or not in_turns:  # else they are the first words of another conversation
+        at = common_prefix(old, new)
+        verdict.kind = verdict.kind or kind_of(old, new, at)
+        verdict.before, verdict.after, case.texts = around(old, at), around(new, at), (old, new)
+    case.moved = sent.has_turns_of(base_sent) and (in_turns or sent.head == base_sent.head)
+    changed = same_talk and (in_turns or prompt.answers > 0)
+    varies = not in_turns and (verdict.kind in (*KINDS, "tool order") or bool(case.learned))
+    same_agent = verdict.where != "system" or alike(base.system, prompt.system)
+    if same_agent and (changed or varies) and not prompt.side:
+        verdict.name = "rewritten"  # a side request has its own prompt
+    else:
+        verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
-def system_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> tuple[str, str]:
-    """The system texts that differ; or the two values of what was learned from this very prompt."""
-    prompt, known = case.prompt, {shape.name(): shape for shape in shapes}
-    rows = [shape.row() for shape in known.values()]
-    left, pieces = lift_text(base.system, rows)
-    if left != prompt.system:
-        return left, prompt.system  # something else changed as well
-    case.learned = [known[label] for label, _ in pieces]
-    now = dict(lift_text((prompt.sent or prompt).system, rows)[1])
-    label, value = next((one for one in pieces if one[1] != now.get(one[0])), pieces[0])
-    return value, now.get(label, "")
-
-
-def moved_text(base: Prompt, prompt: Prompt, depth: int) -> str:
-    """How a text has moved at the place where two prompts part; '' if it has not."""
-    (old_name, old), (name, new) = base.at(depth), prompt.at(depth)
-    later, earlier = stands_behind(new, base, depth), stands_behind(old, prompt, depth)
+def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
+    """How a text has moved where two prompts part; '' if it has not."""
+    (old_name, old), (name, new) = base.at(place), prompt.at(place)
+    behind = [text for _, text in prompt.segments[place + 1 :]]
+    follow = [text for _, text in base.segments[place + 1 :]]
+    # A word or two may be said again by chance.
+    earlier = old != "" and old in (behind if len(old) > 20 else behind[:3])
+    later = new != "" and new in (follow if len(new) > 20 else follow[:3])
     if later and earlier:
         return "another order"
-    answer = "(assistant)" in name and "(assistant)" not in old_name
-    if old and (later or answer or not name):
+    if old and (later or not name or ("(assistant)" in name and "(assistant)" not in old_name)):
         return "taken out"
-    if new and earlier:
-        return "put in"
-    if sorted(old.split()) != sorted(new.split()):
-        return ""
-    if "(tool)" in name and "(tool)" not in old_name:
-        return "moved into the result"
-    return "another form" if old.split() == new.split() else "another order"
-
-
-def stands_behind(text: str, prompt: Prompt, depth: int) -> bool:
-    """Whether a text stands behind a place; a word or two only if close to it."""
-    behind = prompt.segments[depth + 1 : depth + 4 if len(text) <= 20 else None]
-    return text != "" and any(text == other for _, other in behind)
-
-
-# --- cures: a setting, ready to copy, tried on the two texts at hand ------------------------------
-
-CURE_LINES = 4  # of a system prompt that one cure covers
+    return "put in" if new and earlier else ""
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that would have kept a rewritten prompt the same, if there is one."""
-    verdict, name, pattern, price = case.verdict, "LIFT_REGEX", "", ""
-    system, user = verdict.where == "system", "(user)" in verdict.where
-    if not system and not user and verdict.kind != "tool order":
-        return
-    for switch in ("scrub", "replay", "lift") if system else ("scrub", "replay"):
-        if not getattr(config, switch):
-            verdict.cure = f"{switch.upper()}=1, which is off"
-            return
+    """Name the setting that keeps a rewritten prompt the same, if there is one."""
+    verdict = case.verdict
+    tag = re.match(r"\s*<((?!system-reminder)[\w-]{3,80})>", verdict.before)
     if case.learned:
         pattern = "|".join([shape.pattern() for shape in case.learned])
-        price = "learned: it is lifted from now on; from the first request on with"
-    elif system:
-        pattern = lines_pattern(*case.texts)
-    elif user:
-        name, pattern = "REPLAY_REGEX", block_pattern(*case.texts)
-        if pattern and not replayable(case, pattern):
-            name, pattern = "STRIP_REGEX", strip_pattern(case, pattern)
-            price = "this cures it, but the model sees it no more:"
-    if line := setting_line(config, name, pattern):
-        verdict.advice, verdict.cure = price, line
+        verdict.cure = setting_line(config, "LIFT_REGEX", pattern)
+        verdict.advice = "learned: it is lifted from now on; from the first request on with"
+    elif tag and "(user)" in verdict.where and case.prompt.step == "user turn":
+        front, _, block = case.texts[0].partition(tag[0])
+        left = front + block.partition(f"</{tag[1]}>")[2]
+        if left.strip() == case.texts[1].strip():
+            verdict.cure = setting_line(config, "REPLAY_REGEX", f"(?s)<{tag[1]}>.*?</{tag[1]}>")
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
-    """A pattern as a setting, ready to copy: NAME='...', or NAME_2 if there is one. '' if that is
-    set already."""
+    """A pattern as a setting, ready to copy; '' if that is set already."""
     pattern, known = re.sub(r"\\([ #&~-])", r"\1", pattern), getattr(config, name.lower())
     if not pattern or pattern in known:
         return ""
-    quote = '"' if "'" in pattern else "'"
-    number = f"_{len(known) + 1}" if known else ""
+    quote, number = '"' if "'" in pattern else "'", f"_{len(known) + 1}" if known else ""
     return f"{name}{number}={quote}{pattern}{quote}"
 
 
-def without_block(pattern: str, text: str) -> str:
-    """A text without a block, unless that begins so often that looking for its ends takes long."""
-    opening = pattern.partition(".*?")[0]
-    many = sum(1 for _ in re.finditer(opening, text)) > 64
-    return text if many else re.sub(pattern, "", text)
-
-
-def replayable(case: Case, pattern: str) -> bool:
-    """Whether REPLAY_REGEX would restore a block: it stood in the newest message, and is gone now
-    that another one was answered and spoken behind it."""
-    spoken = []
-    for prompt in (case.base, case.prompt):
-        behind = iter(prompt.segments[case.place :] if prompt is not None else ())
-        answered = any("(assistant)" in name for name, _ in behind)  # leaves what follows it
-        said = [text for name, text in behind if "(user)" in name]
-        words = [text for text in said if without_block(pattern, text).strip()]
-        spoken.append(answered and words != [])
-    now = case.texts[1]
-    return spoken == [False, True] and now == without_block(pattern, now)
-
-
-def strip_pattern(case: Case, pattern: str) -> str:
-    """A pattern without which the two texts are the same, and no message is empty, or ''."""
-    segments = case.prompt.segments + (case.base.segments if case.base is not None else [])
-    said = [text for name, text in segments if "(user)" in name]
-    if all(without_block(pattern, text).strip() for text in said):
-        for form in (pattern, rf"{pattern}\s*", rf"(?s)\s*{pattern[4:]}"):
-            if len({without_block(form, text) for text in case.texts}) == 1:
-                return form
-    return ""
-
-
-def varying(text: str) -> str:
-    """A pattern for a piece of a line: numbers and names of days and months may vary."""
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
-    return re.sub(r"\d+", r"\\d+", pattern)
-
-
-def lines_pattern(old: str, new: str) -> str:
-    """A pattern of whole lines, each there once, without which two system texts are equal."""
-    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
-    patterns, texts = [], [old, new]
-    for was, now in [(was, now) for was, now in pairs if was != now][:CURE_LINES]:
-        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
-        label = label[: label.rfind(" ") + 1] or label
-        named = len(re.findall("[A-Za-z]", label)) > 2
-        pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
-        if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
-            return ""
-        patterns.append(pattern)
-        texts = [re.sub(pattern, "", text, flags=re.MULTILINE) for text in texts]
-    return "|".join(patterns) if texts[0] == texts[1] else ""
-
-
-def block_pattern(old: str, new: str) -> str:
-    """A pattern of a block without which two user texts are equal."""
-    prefix = common_prefix(old, new)
-    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
-    for text in (old, new):  # the paragraphs around the change
-        start = text.rfind("\n\n", 0, prefix + 2) + 1
-        end = text.find("\n\n", max(start, len(text) - suffix - 2))
-        block = text[start : end if end >= 0 else None].strip()
-        line = block.split("\n")[0]
-        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
-        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
-            continue
-        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
-        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
-            pattern = f"(?s){opening}.*?{closing}"
-            left = {undress(without_block(pattern, one).strip())[1].strip() for one in (old, new)}
-            if len(left) == 1 and (left != {""} or "" in (old, new)):
-                return pattern
-    return ""
-
-
-# --- what the server says -------------------------------------------------------------------------
-
-
 def missing_tokens(case: Case, usage: Usage) -> int:
-    """How many tokens too few were reused; 0 where that is little or unknown."""
+    """How many tokens too few were reused; 0 if little or unknown."""
     verdict, base = case.verdict, case.base
     if usage.cached is None or not usage.prompt:
         return 0
@@ -2990,7 +2783,6 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
@@ -3001,36 +2793,20 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
         tell_cure(case, config)
 
 
-def tell_pace(case: Case, pace: float) -> None:
-    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
-    first = case.base.first_pace if case.base is not None else 0
-    case.prompt.first_pace = first or pace
-    if first and pace:
-        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
-        case.verdict.advice = f"{told} in this conversation's first request"
-
-
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
     verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
-    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    dropped = sorted(base.reasoning - prompt.reasoning) if case.whole else []
-    if dropped:
+    dropped = sorted(base.reasoning - prompt.reasoning)
+    if dropped and case.whole:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
         verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    if case.away:
-        cause = "away"
-    elif case.between:
-        cause = "taken"
-    elif case.idle > 300:
-        cause = "idle"
-    else:
-        cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
-    why = advice(cause, config).format(minutes=round(case.idle / 60))
-    if cause == "taken":
-        why = who_took_it(case, base, expected / total)
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
+    cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
+    cause = "idle" if case.idle > 300 else cause
+    cause = "away" if case.away else "taken" if case.between else cause
+    why = who_took_it(case, base, expected / total) if cause == "taken" else advice(cause, config)
     verdict.name, verdict.kind = "lost", cause
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
     loop = base.step == "tool step" or base.reasoning
@@ -3039,60 +2815,45 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
-    """Who got a prompt's slot, and what would have kept it; `due`: the share that was to be reused.
-
-    llama-server gives a request the idle slot whose content makes up more than -sps (0.1 unless
-    set) of its prompt (server-context.cpp, get_available_slot)."""
-    shares = {one: one.common(base) / (one.size or 1) for one in case.between}
-    other = max(shares, key=shares.__getitem__)
-    share, size = shares[other], other.tokens or other.size // 4
+    """Who got a prompt's slot, and what helps; `due`: the share that should have been reused. A
+    request gets the idle slot whose content makes up more than -sps (0.1) of its prompt."""
+    shares = [one.common(base)[1] / (one.size or 1) for one in case.between]
+    share, other = max(shares), case.between[shares.index(max(shares))]
     same = other.conversation == base.conversation
     who = "a request of the same chat in another form" if same else "another conversation"
     who = f"a {other.side} request" if other.side else who
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
-    wanted = math.ceil(100 * share + 1) / 100
-    several = "several slots" if wanted < due else "no -sps"
-    helps = {None: ("one slot", several), 1: ("one slot",)}.get(case.slots, (several,))
-    told = "; ".join([ADVICE[name] for name in helps]).format(wanted=wanted)
-    shared = f"which shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
-    return f"{who} came in between, {shared} and so was given this slot: {told}"
+    wanted, size = math.ceil(100 * share + 1) / 100, other.tokens or other.size // 4
+    helps = ["with one slot, -np 2 gives each its own"] * (case.slots in (None, 1))
+    if case.slots != 1 and wanted < due:
+        helps.append(f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold")
+    elif case.slots != 1:
+        helps.append("no -sps keeps two apart that have so much in common")
+    shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, which {shared} and took this slot: {'; '.join(helps)}"
 
 
-# What happened -> why or what helps | a setting that helps | how; what is set is not named.
+# What happened -> why or what helps | a setting that helps, if it is not set | how.
 _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
-    "away": "the server was away in between (restart or crash)"
-    "|warmup_file|WARMUP_FILE has it read the prompts in again after a start",
-    "taken": "came in between: more slots (-np) or a larger host cache (--cache-ram) keep both",
-    "one slot": "with one slot, -np 2 gives each its own, if memory allows",
-    "several slots": "with several, -sps {wanted:.2f} keeps them apart, but new chats start cold",
-    "no -sps": "no -sps keeps two apart that have so much in common",
-    "idle": "nothing was sent for {minutes} minutes, and the server may unload when idle"
-    " (--sleep-idle-seconds)|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "away": "the server was away in between"
+    "|warmup_file|WARMUP_FILE has it read the prompts again after a start",
+    "taken": "came in between: -np or a larger --cache-ram keeps both",
+    "idle": "nothing was sent for minutes, and the server may unload when idle"
+    "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
-    " without a checkpoint there (--ctx-checkpoints, --swa-full)",
+    " without a checkpoint there (--ctx-checkpoints)",
     "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
-    "template": "a template that keeps old turns as they were (--chat-template-file)"
-    " helps|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "rewritten": "have the client keep it as it was, where it can",
+    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
-    "full re-processing": f"{_KINDS}, without a checkpoint before the change (--ctx-checkpoints)",
+    "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
     "low similarity": "the start of the prompt changes, or another conversation took the slot",
-    "slot cut": "prompts change in the middle, or conversations that begin alike take a slot from"
-    " each other: -sps above sim keeps those apart, but new chats start cold",
-    # of `check`
-    "no slots": "the server does not tell whether its cache is on (perhaps to an API_KEY): a run of"
-    " `python kvproxy.py bench` shows it",
-    "no cache": "cache_prompt is off: remove --no-cache-prompt, or nothing is ever reused",
-    "one for all": "one slot: a title or sub-agent request takes it, and the conversation must come"
-    " back from the host cache (leave --cache-ram on); -np 2 takes memory, and gives each its own",
-    "short context": "{context:,} tokens of context a slot is less than agents send"
-    " (16,000-60,000): raise -c or lower -np",
-    "no fault": "nothing in its settings hurts the cache, as far as it tells",
-}  # fmt: skip
-# Templates drop reasoning when a user speaks. Until the server tells how it renders both prompts:
+    "slot cut": "conversations share a slot (a higher -sps keeps them apart), or prompts change",
+}
+# Until the server tells how it renders both prompts:
 OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
 
@@ -3102,8 +2863,7 @@ def advice(cause: str, config: Config) -> str:
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
-# In the last turn, or in the system prompt of a request that nobody has answered yet.
-SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
+# In the last turn, or in the system prompt while nobody has answered.
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
@@ -3115,112 +2875,63 @@ SIDE_SHAPES = re.compile(
 
 
 def side_of(view: View, agent: str) -> str:
-    """The name of a request that a client sends beside the conversation (title, suggestion,
-    sub-agent), which has a prompt of its own; '' for others. `agent`: a sub-agent's id."""
+    """The name of a request beside the conversation; '' for others. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
-    if agent:
-        return "sub-agent"
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
+    if agent:
+        return "sub-agent"
     if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
         return "title"
-    if body.get("tools"):
-        return ""
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    for turn in turns:
-        text = turn.text()[:2000].lower()
-        match = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
-        if match:
-            return str(match.lastgroup)
-    return ""
+    texts = [turn.text()[:2000].lower() for turn in turns if not body.get("tools")]
+    found = SIDE_SHAPES.search("\n".join(texts))
+    return str(found.lastgroup) if found else ""
 
 
 SAVED_BY = (
-    "Counted are only tokens that would not have been reused without kvproxy, as far as the prompts"
-    " that came tell, at the speed at which the server reads 512 tokens and more."
+    "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
+    " of at least 512 tokens."
 )
-IDLE_WAIT = 5.0  # seconds that a request is explained later when the server can be asked then
-ANSWER_START = 80  # characters that a template puts behind the last turn, for the answer to come
-
-
-def chat_of(view: View) -> Json:
-    """A Messages or Responses body as the chat that llama-server makes of it: /apply-template takes
-    no other."""
-    messages: list[Json] = [{"role": "system", "content": turn.text()} for turn in view.head]
-    for turn in view.turns:
-        item, said, made = turn.item or {}, turn.text(), list[Json]()
-        for call in call_fields(item):
-            ident = call.holder.get(call.key)
-            if call.named is not None:
-                function = {"name": call.named.get("name"), "arguments": call.said}
-                made.append({"type": "function", "id": ident, "function": function})
-            else:
-                result = said if turn.key == "output" else call.said
-                messages.append({"role": "tool", "tool_call_id": ident, "content": result})
-        parts = [*listed(item.get("content")), *listed(item.get("summary"))]
-        parts = [part for part in map(members, parts) if part.get("type") in THOUGHTS]
-        thought = "".join(str(part.get("thinking") or part.get("text") or "") for part in parts)
-        role = "assistant" if turn.role == "reasoning" else turn.role
-        if role == "tool" or not (said or made or thought):
-            continue
-        if role != "assistant" or not messages or messages[-1]["role"] != role:
-            messages.append({"role": role, "content": ""})
-        last = messages[-1]  # an answer may have several items
-        last["content"] += said
-        if made:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *made]
-        if thought:
-            last["reasoning_content"] = last.get("reasoning_content", "") + thought
-    tools = [
-        {"type": "function", "function": {"parameters": one.get("input_schema"), **bare(one)}}
-        for one in map(members, listed(view.body.get("tools")))
-    ]
-    kept = {key: value for key, value in view.body.items() if key in FOR_TEMPLATES}
-    return {**kept, "messages": messages, **({"tools": tools} if tools else {})}
-
-
-THOUGHTS = ("thinking", "reasoning_text", "summary_text")  # types of parts
-FOR_TEMPLATES = ("chat_template_kwargs", "reasoning_effort")
+IDLE_WAIT = 5.0  # seconds to wait for an idle server
+ANSWER_START = 80  # characters that a template puts behind the last turn
 
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
-    """Give the verdict `template` if a server renders old turns in another way than before.
-    `before` is what it makes of `base`, `now` of the prompt that goes on from it."""
-    at = common_prefix(before, now)
-    if not before or not now or len(before) - at <= ANSWER_START:
-        return
-    place = 0
-    for number, (_, text) in enumerate(base.segments[base.first :], base.first + 1):
-        found = before.find(text.strip()[:60], place, at)
-        if found >= 0:
-            verdict.where, place = base.at(number)[0], found
-    verdict.name = verdict.kind = "template"
-    verdict.before, verdict.after = around(before, at), around(now, at)
+    """Give the verdict `template` if a server rendered the turns of `base` in another way before
+    than it does now, in the prompt that goes on from it."""
+    at, place = common_prefix(before, now), 0
+    if before and now and len(before) - at > ANSWER_START:
+        for number, (_, text) in enumerate(base.turns, len(base.head) + 1):
+            found = before.find(text.strip()[:60], place, at)
+            if found >= 0:
+                verdict.where, place = base.at(number)[0], found
+        verdict.name = verdict.kind = "template"
+        verdict.before, verdict.after = around(before, at), around(now, at)
 
 
 def weights_of(
-    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None = None
+    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None
 ) -> Json:
-    """Where the tokens of a prompt go: system, tools with the five largest, turns. `count` has the
-    server count a text's tokens; without it they are estimated from the characters."""
+    """Where the tokens of a prompt go: system, tools with the five largest, turns. Without `count`,
+    which has the server count a text's, they are estimated from the characters."""
+    parts: dict[str, list[str]] = {"system": [], "tools": [], "turns": []}
+    for name, text in segments:
+        parts.get(name, parts["tools" if name.startswith("tool ") else "turns"]).append(text)
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    names = "system", "tools", "turns"
-    parts = [
-        "\n".join([text for name, text in segments if name.startswith(kind.rstrip("s"))])
-        for kind in names
-    ] + [text for _, text in largest]
+    texts = [*map("\n".join, parts.values()), *[text for _, text in largest]]
     numbers = list[int | None]()
-    for part in parts:
-        numbers.append(count(part) if count is not None and None not in numbers else None)
+    for text in texts:
+        numbers.append(count(text) if count is not None and None not in numbers else None)
     estimated = None in numbers
     if estimated:
-        size = sum(map(len, parts[:3])) or 1
-        numbers = [round(len(part) * (tokens or size / 4) / size) for part in parts]
-    row: Json = dict(zip(names, numbers, strict=False))
+        size = sum(map(len, texts[:3])) or 1
+        numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
+    row: Json = dict(zip(parts, numbers, strict=False))
     of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
-    return row | {"estimated": estimated, "largest tools": of_tools}
+    return {**row, "estimated": estimated, "largest tools": of_tools}
 
 
 # ==================================================================================================
@@ -4471,8 +4182,6 @@ class Proxy:
             if case is not None:
                 server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
                 case.slots = server.get("slots")
-                if exchange.stream and exchange.begun:
-                    case.first_byte = exchange.begun - exchange.sent
                 settle(case, exchange.usage, self.config)
                 if server and case.verdict.name == "lost":
                     self.ask_template(exchange, case)
@@ -4503,8 +4212,8 @@ class Proxy:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base = case.verdict, case.base
         dialect = exchange.dialect
-        if dialect is None or not dialect.edited:
-            return
+        if dialect is None or dialect.name != "chat":
+            return  # /apply-template takes chats only
         with self.metrics.guard:
             before = [one for one in self.metrics.recent if base and one.number == base.number]
         if base is None or not before or not case.whole:
@@ -4512,8 +4221,6 @@ class Proxy:
         prompts = list[str]()
         for one in (*before, exchange):
             body = bytes(one.forwarded or b"")
-            if dialect.name != "chat":
-                body = dump(chat_of(view_of(parse(body), dialect)))
             answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         rendered_otherwise(verdict, base, *prompts)
@@ -5550,132 +5257,71 @@ def duration(seconds: float) -> str:
 # Commands: demo, bench, check, inspect, serve
 # ==================================================================================================
 
-# --- an OpenClaw-shaped conversation, for demo and bench ------------------------------------------
-
-WORDS = ("box", "reads", "file", "writes", "patch", "server", "tests", "fail", "look", "line")
-
-
-def filler(count: int, seed: int) -> str:
-    """`count` words of about a token each, in an order that `seed` decides."""
-    return " ".join(random.Random(seed).choices(WORDS, k=count))
-
-
-def play(
-    name: str, url: str, args: Words, timeout: float, rest: Callable[[], None] | None = None
-) -> list[Json]:
-    """Play an agent shaped like OpenClaw 2026.2 against a server; a row of numbers for each turn.
-
-    Ids and a stamp change on every turn. A mark at the front keeps runs apart in the server's
-    cache. With `rest` each turn has a tool step, and ends with a call of it. Raises OSError."""
-    rows, turns, system = list[Json](), list[Json](), {"role": "system", "content": ""}
-    mark, project = uuid.uuid4().hex[:12], filler(max(50, args.tokens - 200), 7)
-    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
-
-    def ask(tokens: int) -> Json:
-        body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
-        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
-        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
-        if status != 200:
-            raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
-        return members(answer)
-
-    for turn in range(1, args.turns + 1):
-        ids = {"message_id": str(uuid.uuid4()), "sender_id": "user-1"}
-        meta = json.dumps({"schema": "openclaw.inbound_meta.v1", **ids}, indent=2)
-        block = f"## Inbound Context (trusted metadata)\n```json\n{meta}\n```\n"
-        system["content"] = f"You are helpful ({mark}).\n{block}# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        info = f"Conversation info (untrusted metadata):\n```json\n{json.dumps(ids)}\n```\n\n"
-        text = f"{info}{stamp} Question {turn}: {filler(20, turn)}"
-        turns.append({"role": "user", "content": text})
-        begun = time.monotonic()
-        answer = ask(8)
-        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
-        if rest is not None:
-            call = {"name": "look", "arguments": json.dumps({"path": f"file{turn}"})}
-            calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
-            thought = {"reasoning_content": filler(100, turn), "content": "", "tool_calls": calls}
-            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": filler(600, turn)}
-            turns += [{"role": "assistant", **thought}, result]
-            answer = ask(1024)
-            rest()
-        choice = members(next(iter(listed(answer.get("choices"))), None))
-        said = members(choice.get("message"))
-        turns.append(said if said.get("content") else {"role": "assistant", "content": "ok"})
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
-        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
-        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
-        print(BENCH_ROW.format(name, *cells))
-        if (name, turn, args.command) == ("straight", 1, "bench"):
-            left = duration(rows[0]["ms"] / 1000 * args.turns)  # and one turn through kvproxy
-            print(f"At this pace, about {left} more.")
-    return rows
-
-
+FILLER = ("box", "reads", "file", "patch", "server", "tests", "fail")
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
-BENCH = """{0.turns} turns of about {0.tokens:,} tokens against {1}, first straight, then
-through kvproxy. Straight, every turn reads the whole prompt; through kvproxy, only the
-first should: {2:,} tokens, {3} on a server that reads 400 a second.
-"""
-BENCH_AHEAD = """{0.turns} turns with a tool step, behind about {0.tokens:,} tokens, against {1}:
-first with PREFILL_AHEAD=0, then with 1. What is read when a person speaks.
-"""
 
 
-def compare(args: Words, config: Config, name: str, then: str) -> None:
-    """Play, tell what was measured and what to do next; with --json tables go to stderr. Raises
-    OSError."""
-    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-        found = measure(args, config, name)
-        print(then)
-    if args.json:
-        print(json.dumps(found))
+def play(name: str, url: str, args: Words, timeout: float) -> list[float]:
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms that
+    the prompts took. Raises OSError."""
+    run = uuid.uuid4().hex  # keeps runs apart in the server's cache
+    project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
+    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
+    server, turns, times = urllib.parse.urlsplit(url), list[Json](), list[float]()
+    for turn in range(1, args.turns + 1):
+        ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
+        block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
+        system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
+        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        turns.append({"role": "user", "content": f"{stamp} Question {turn}, please."})
+        body: Json = {"model": "local", "max_tokens": 8, "temperature": 0}
+        body["messages"] = [{"role": "system", "content": system}, *turns]
+        begun = time.monotonic()
+        status, answer = fetch(server, "/v1/chat/completions", timeout, headers, dump(body))
+        if status != 200:
+            raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
+        usage, ms = usage_of([[members(answer)]]), 1000 * (time.monotonic() - begun)
+        choices = listed(members(answer).get("choices"))
+        said = members(members(choices[0]).get("message")) if choices else {}
+        turns.append(said or {"role": "assistant", "content": "ok"})
+        times.append(usage.prompt_ms or ms)
+        cells = turn, usage.prompt, usage.read(), times[-1]
+        print(BENCH_ROW.format(name, *["-" if cell is None else f"{cell:,.0f}" for cell in cells]))
+    return times
 
 
-def measure(args: Words, config: Config, name: str) -> Json:
+def compare(args: Words, config: Config, name: str) -> None:
     """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
-    total = args.tokens * (args.turns + 1)
-    print((BENCH_AHEAD if args.ahead else BENCH).format(args, name, total, duration(total / 400)))
+    expected = duration(args.tokens * (args.turns + 1) / 400)
+    print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}, straight and then")
+    print(f"through kvproxy: {expected} on a server that reads 400 tokens a second.\n")
     print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+    straight = play("straight", config.backend_url, args, config.read_timeout)
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-
-    def through_kvproxy(name: str, ahead: str) -> list[Json]:
-        with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead)) as proxy:
-            return play(name, proxy.url, args, config.read_timeout)
-
-    if args.ahead:
-        runs = through_kvproxy("not ahead", "0"), through_kvproxy("read ahead", "1")
-    else:
-        straight = play("straight", config.backend_url, args, config.read_timeout)
-        runs = straight, through_kvproxy("through kvproxy", "0")
-    before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
-    ratio = before / after if after else None
-    if ratio is not None:
-        print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
-    told = {"simulated": args.command == "demo", "straight": runs[0], "through": runs[1]}
-    return {**told, "ratio": ratio}
+    with Proxy(dataclasses.replace(config, **quiet, prefill_ahead="0")) as proxy:
+        through = play("through kvproxy", proxy.url, args, config.read_timeout)
+    if sum(through[1:]):
+        times = sum(straight[1:]) / sum(through[1:])
+        print(f"\nFrom the second turn on the prompt is ready {times:.1f} times as fast.")
 
 
-def next_steps(config: Config, url: str) -> str:
-    """What to do after a demo or a bench, to be copied; the same in every shell."""
-    words = [os.path.basename(sys.executable or "python").removesuffix(".exe"), __file__]
-    words = [f'"{word}"' if " " in word else word for word in words] + [f"BACKEND_URL={url}"]
+def next_steps(config: Config, url: str) -> int:
+    """Tell what to do after a demo or a bench, to be copied; the same in every shell."""
     port = config.listen_port or 1234
     port += urllib.parse.urlsplit(url).port == port
-    if port != 1234:
-        words.append(f"LISTEN_PORT={port}")
-    page = f"http://127.0.0.1:{port}"
-    return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent {page}/v1 (Claude Code:"
-        f" {page})\ninstead of the server's address, and open {page}/kvproxy"
-    )
+    python = os.path.basename(sys.executable or "python").removesuffix(".exe")
+    words = [f'"{word}"' if " " in word else word for word in (python, __file__)]
+    words += [f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
+    print(f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent", end=" ")
+    print(f"http://127.0.0.1:{port}/v1 and open http://127.0.0.1:{port}/kvproxy")
+    return 0
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A stand-in for llama-server: one slot, whose cache is the longest common prefix in words."""
+    """A llama-server of one slot, whose cache is the longest common prefix in words."""
 
-    slot: list[str] = []  # noqa: RUF012 - of the class
+    slot: Sequence[str] = ()
 
     def do_POST(self) -> None:
         words = str(json.loads(self.rfile.read(int(self.headers["Content-Length"])))).split()
@@ -5684,29 +5330,23 @@ class SimulatedServer(BaseHTTPRequestHandler):
         time.sleep(ms / 1000)
         timings = {"cache_n": cached, "prompt_n": len(words) - cached, "prompt_ms": ms}
         message = {"role": "assistant", "content": "Noted, thanks."}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(dump({"choices": [choice], "timings": timings}))
+        self.wfile.write(dump({"choices": [{"message": message}], "timings": timings}))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 def command_demo(args: Words, config: Config) -> int:
-    """Play a conversation against a simulated server, straight and through a real proxy."""
+    """Play against a simulated server, straight and through a real proxy."""
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        try:
-            then = next_steps(config, config.backend_url or CANDIDATES[0])
-            then += "\nTo measure your own server first, put `bench` behind that line."
-            compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)", then)
-        finally:
-            server.shutdown()
-    return 0
+        compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
+        server.shutdown()
+    return next_steps(config, config.backend_url or CANDIDATES[0])
 
 
 def command_bench(args: Words, config: Config) -> int:
@@ -5714,53 +5354,17 @@ def command_bench(args: Words, config: Config) -> int:
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
-        backend.connect().close()
+        compare(args, dataclasses.replace(config, backend_url=url), url)
     except OSError as error:
-        return failed(f"No model server answers at {backend.name()} ({error}). Set BACKEND_URL.")
-    try:
-        config = dataclasses.replace(config, backend_url=url)
-        compare(args, config, url, next_steps(config, url))
-    except OSError as error:
-        hint = " Try a smaller --tokens, or raise -c of the server."
-        more = hint if CONTEXT_FULL.search(str(error).encode()) else ""
-        return failed(f"The run broke off: {error}{more}")
-    return 0
+        why = f"{error}. Set BACKEND_URL, or smaller --tokens."
+        return failed(f"The run against {backend.name()} broke off: {why}")
+    return next_steps(config, url)
 
 
 def failed(why: str) -> int:
     """Tell why a command ends, which has this exit code."""
     print(why, file=sys.stderr)
     return 1
-
-
-def command_check(args: Words, config: Config) -> int:
-    """Tell what the backend is, and what in its settings hurts the cache."""
-    backend = Backend(config)
-    backend.keys = bearer(os.environ.get("API_KEY", ""))
-    found = backend.describe()
-    if not found:
-        print(f"No model server answers at {backend.name()}.")
-        print(f"Is it running? {USUAL_PORTS} Set BACKEND_URL.")
-        return 1
-    print(f"{backend.name()}: {described(found)}")
-    if "state" in found:
-        wants_key = "key" in found["state"]
-        print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
-        return 1
-    slots, context = backend.ask("/slots")[1], found.get("context")
-    params = [members(members(slot).get("params")) for slot in listed(slots)]
-    faults = {
-        "no slots": not isinstance(slots, list),
-        "no cache": any(one.get("cache_prompt") is False for one in params),
-        "one for all": found.get("slots") == 1,
-        "short context": isinstance(context, int) and context < 32768,
-    }
-    for name in [name for name, there in faults.items() if there] or ["no fault"]:
-        text = ADVICE[name].format(context=context)
-        if found["product"] == "LM Studio":
-            text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
-        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
-    return 0
 
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
@@ -5781,20 +5385,16 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 start   server is listening on|loading model""".strip().splitlines())
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
-LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's, in front of its servers' lines
+LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
 LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_END = (
-    "prompt, read: tokens (of a request with ~ by its text); sim: share of the prompt that an"
-    " earlier one began with; keep: share of the slot's old content that stayed."
-)
-STRAIGHT = (
-    "If these requests did not come through kvproxy, put it in front of the server first: it cures"
-    " most of this, and says of the rest what it is."
-)
-# None: not known; `cause` names what was wrong, `cured` says whether kvproxy mends that.
+INSPECT_END = """
+prompt, read: tokens (~ by its text); sim: share that an earlier prompt began with;
+keep: share of the slot's content that stayed.
+"""
+# None: not known; `cured`: whether kvproxy mends the `cause`.
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
 INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
 
@@ -5807,81 +5407,59 @@ def command_inspect(args: Words, config: Config) -> int:
     except OSError as error:
         return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    if args.json:
-        print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            if args.json:
-                print("," * (number > 1) + visible(json.dumps(row)))
-            else:
-                print(f"{INSPECT_HEAD}\n" * (number == 1) + visible(in_columns(number, row)))
+            if number == 1 and not args.json:
+                print(INSPECT_HEAD)
+            cells = [row[key] for key in ("tokens", "read", "sim", "keep")]
+            cells = ["-" if cell is None else f"{cell:,}" for cell in cells]
+            name = row["name"] + "~" * row["estimated"]
+            line = INSPECT_LINE.format(number, name, *cells, row["what"])
+            print(visible(json.dumps(row) if args.json else line))
             if row["cause"]:
-                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
-                new |= {"example": row["what"], "advice": row["cure"]}
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "advice": ""}
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
-    told = sorted(findings.values(), key=lambda found: found["tokens"], reverse=True)
-    for found in told:
-        found["advice"] = finding_advice(found, config)
-    if args.json:
-        print('], "findings": ' + visible(json.dumps(told)) + "}")
-        return 0
+                found["advice"] = row["cure"] or found["advice"]
     if not number:
         print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
         return 1
-    lines = ["Findings, most tokens wasted first:"] if told else ["Nothing was wasted."]
-    lines += [STRAIGHT] * (bool(told) and not reader.ledger.count)
-    for found in told:
-        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        lines.append(visible(f"- {found['cause']}: {waste} {found['advice']}"))
-    for text in ("", INSPECT_END, "", *lines):
-        print(textwrap.fill(text, 110, subsequent_indent="  " * text.startswith("- ")))
+    if not args.json:
+        print(INSPECT_END)
+        print("Findings, most tokens wasted first:" if findings else "Nothing was wasted.")
+        if findings and not reader.ledger.count:
+            print("First put kvproxy in front: it cures most of this.")
+    for found in sorted(findings.values(), key=lambda found: -found["tokens"]):
+        told = f"- {found['cause']}: {counted(found['requests'], 'request')}, "
+        told += f"kvproxy cures {found['cured']}, " * (found["cured"] > 0)
+        told += f"about {found['tokens']:,} tokens read. {found['advice']}"
+        print(visible(json.dumps(found) if args.json else told))
     return 0
 
 
-def finding_advice(found: Json, config: Config) -> str:
-    """What to do about a finding, whose `advice` is that of its first request."""
-    if found["cured"] == found["requests"]:
-        return "kvproxy cures this: send the requests through it."
-    known = found["cause"] if found["cause"] in ADVICE else "rewritten"
-    text = found["advice"] or advice(known, config)
-    text = text[0].upper() + text[1:] + "." * ("_REGEX=" not in text)
-    return f"kvproxy cures {found['cured']} of them. {text}" if found["cured"] else text
-
-
-def in_columns(number: int, row: Json) -> str:
-    forms = {"tokens": "{:,}", "read": "{:,}", "sim": "{:.3f}", "keep": "{:.3f}"}
-    cells = [form.format(row[key]) if row[key] is not None else "-" for key, form in forms.items()]
-    name = row["name"][:27] + "~" * row["estimated"]
-    return INSPECT_LINE.format(number, name, *cells, row["what"])
-
-
 class LogReader:
-    """Reads a capture or a server's log by the line; a row comes out for each request."""
+    """Reads a capture or a server's log; a row comes out for each request."""
 
     def __init__(self, config: Config) -> None:
-        self.config, limit = config, config.ledger_mb << 20
-        self.ledger = Ledger(limit)  # of prompts as captured
-        self.cured = Ledger(limit)  # and as kvproxy would have sent them
-        self.editor = Editor(config)
+        self.config, self.editor, limit = config, Editor(config), config.ledger_mb << 20
+        self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, as kvproxy sends it
         self.ended, self.lost_at = 0.0, -1.0
-        self.tasks: dict[str, Json] = {}  # what is known of the task of each port and slot
-        self.slots: dict[str, str] = {}  # the slot that a port's log spoke of last
-        self.longest: dict[str, int] = {}  # the longest prompt of a port since its server's start
+        self.tasks: dict[str, Json] = {}  # what is known of each port's and slot's
+        self.slots: dict[str, str] = {}  # that a port's log spoke of last
+        self.longest: dict[str, int] = {}  # prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
         """The rows of a file, one by one."""
-        lines = file
-        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # PowerShell's >
-            lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace")
+        utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's >
+        lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace") if utf16 else file
         while line := lines.readline(PARSE_LIMIT):
             yield from self.line(line)
         yield from self.end()
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes; none for a line of anything else."""
+        """The rows that a line completes."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
@@ -5895,45 +5473,42 @@ class LogReader:
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
-        body = row["body"]
+        body, now, status = row["body"], row.get("time"), row.get("status", 200)
         view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
-        now = row["time"] if isinstance(row.get("time"), (int, float)) else 0.0
-        path, status = row["path"].split("?")[0].removeprefix("/v1"), row.get("status", 200)
-        found = {**INSPECT_ROW, "name": f"{path[1:]}, {len(view.turns)} items"}
+        now = now if isinstance(now, (int, float)) else 0.0
+        told = {**INSPECT_ROW, "name": f"{dialect.name}, {len(view.turns)} items"}
         if status not in (0, 200):
             self.lost_at = now if status in (502, 503, 504) else self.lost_at
-            return [{**found, "what": f"status {status}"}]
-        headers = {key.lower(): value for key, value in members(row.get("headers")).items()}
-        side = side_of(view, headers.get(AGENT_ID, ""))
+            return [{**told, "what": f"status {status}"}]
+        side = side_of(view, members(row.get("headers")).get(AGENT_ID, ""))
         prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
-        case = self.ledger.judge(prompt, self.lost_at)
-        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
-        verdict, prompt.number = case.verdict, self.ledger.count
-        told = {key: n for key, n in members(row.get("usage")).items() if type(n) in (int, float)}
-        usage = Usage(told.get("prompt"), told.get("cached"), told.get("prompt_ms"))
-        settle(case, usage, self.config)
-        if estimated := usage.read() is None:
-            usage.prompt = prompt.size // 4
-            usage.cached = round(usage.prompt * verdict.share)
-            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
         trace = self.editor.apply(view, Report())  # changes the view
         if trace.record is not None:
             trace.record.answer = ANY
         as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
+        shapes = list(self.editor.lifter.learner.shapes)
+        case, usage = self.ledger.judge(prompt, self.lost_at, shapes), usage_of([[row]])
+        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
+        verdict, prompt.number = case.verdict, self.ledger.count
+        settle(case, usage, self.config)
+        if usage.read() is None:
+            told["estimated"], usage.prompt = True, prompt.size // 4
+            usage.cached = round(usage.prompt * verdict.share)
+            verdict.name = "extended" if verdict.name == "not reported" else verdict.name
         changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured = changed and as_sent.name == "extended"
-        if cured:
-            verdict.advice = verdict.cure = ""
-        line = verdict.line()
-        found |= {"what": f"{verdict.title()}: {line}" if line else verdict.title()}
-        found |= {"sim": round(verdict.share, 3), "estimated": estimated, "ms": usage.prompt_ms}
-        found |= {"tokens": usage.prompt, "read": usage.read()}
-        if line and not prompt.side and verdict.name in ("rewritten", "lost"):
-            found |= {"cause": cause_of(verdict), "cured": cured, "cure": verdict.remedy()}
-        return [found]
+        cured, line = changed and as_sent.name == "extended", verdict.line()
+        told |= {"what": verdict.title() + f": {line}" * bool(line), "ms": usage.prompt_ms}
+        told |= {"tokens": usage.prompt, "read": usage.read(), "sim": round(verdict.share, 3)}
+        if line and not side and verdict.name in ("rewritten", "lost"):
+            told |= {
+                "cause": cause_of(verdict),
+                "cured": cured,
+                "cure": verdict.cure or verdict.advice,
+            }
+        return [told]
 
     def logged(self, text: str) -> list[Json]:
-        """A line of llama-server's log, whatever docker, a journal or a router put in front."""
+        """A line of llama-server's log, whatever docker or a journal put in front."""
         found, slot = LOG_PORT.search(text[:200]), LOG_SLOT.search(text)
         port = f"port {found[1]} " if found else ""
         if slot:
@@ -5942,16 +5517,16 @@ class LogReader:
         kind, match = next(hits, ("", None))
         if match is None or kind == "start":
             return self.end(port) if kind else []
-        name, done = port + self.slots.get(port, "slot ?"), list[Json]()
+        name, rows = port + self.slots.get(port, "slot ?"), list[Json]()
         if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
-            done = self.finish(name)  # the next task begins
+            rows = self.finish(name)  # the next task begins
         task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
             if value and (kind in ("eval", "slot") or key not in task):
                 task[key] = LOG_TYPES.get(key, int)(value)
-        if kind == "counts" or (kind == "eval" and "tokens" not in task and "cached" in task):
+        if kind in ("counts", "eval") and "tokens" not in task and "cached" in task:
             task["tokens"] = task["cached"] + task["read"]
-        return [*done, *self.finish(name)] if kind == "eval" else done
+        return [*rows, *self.finish(name)] if kind == "eval" else rows
 
     def end(self, port: str = "") -> list[Json]:
         """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
@@ -5964,61 +5539,49 @@ class LogReader:
         """The row of a slot's task, if a prompt was seen."""
         task = self.tasks.pop(name)
         tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
-        if tokens is None and read is None:
-            return []
-        if read is None and "cached" in task:
+        if read is None and tokens is not None and "cached" in task:
             read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
         self.longest[task["port"]] = max(size, longest)
-        mostly = size > 512 and read is not None and tokens is not None and 2 * read > tokens
-        low = sim is None or sim < 0.5
-        cause, what = "", "read" if tokens is None or read == tokens else "reused"
+        what, cause = "read" if tokens is None or read == tokens else "reused", ""
         if "forced" in task and "lru" not in task:
-            cause, what = "full re-processing", f"full {task['forced'].strip()}"
-        elif mostly and low and size > 2 * longest:
-            what = "first prompt of its length"
-        elif mostly:
-            cause = "low similarity" if low else "not all kept"
-            what = cause = "no similar slot" if sim is None else cause
+            what, cause = f"full {task['forced'].strip()}", "full re-processing"
+        elif tokens is not None and read is not None and size > 512 and 2 * read > tokens:
+            what = cause = "no similar slot" if sim is None else "low similarity"
+            if sim is not None and sim >= 0.5:
+                what = cause = "not all kept"
+            elif size > 2 * longest:
+                what, cause = "first prompt of its length", ""
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        numbers = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        return [{**INSPECT_ROW, **numbers, "name": name, "cause": cause, "what": what}]
+        row = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
+        row |= {"name": name, "what": what, "cause": cause, "cure": ADVICE.get(cause, "")}
+        return [{**INSPECT_ROW, **row}] if size else []
 
 
 def cause_of(verdict: Verdict) -> str:
     """A name for a fault: the place, and the words before what changes."""
-    if verdict.name == "lost":
-        return f"lost, {verdict.kind}"
-    text = verdict.before or verdict.after
-    if verdict.before and verdict.after:
-        text = text[: common_prefix(verdict.before, verdict.after)]
-    label = re.sub(r"\d+", "#", re.sub(r"[\w.:+-]*$", "", text))[-24:].strip()
-    place = "turn" if verdict.where.startswith("turn") else verdict.where
-    named = place != "tools" and re.search(r"\w", label)
-    return f"{place}, {verdict.kind}" + (f": {label!r}" if named else "")
-
-
-# --- main -----------------------------------------------------------------------------------------
+    before, after = verdict.before or verdict.after, verdict.after or verdict.before
+    label = re.split(r"\d", before[: common_prefix(before, after)])[0][-24:].strip()
+    place = verdict.where.partition(" ")[0] if verdict.name == "rewritten" else verdict.name
+    return f"{place}, {verdict.kind}" + f": {label!r}" * (label != "" and place != "tools")
 
 
 def command_serve(args: Words, config: Config) -> int:
     """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
-    handler: logging.Handler = logging.StreamHandler()
+    log, handler = proxy.log, cast(logging.Handler, logging.StreamHandler())
     if config.log_file:
         tell = functools.partial(print, "kvproxy:", file=sys.stderr)
         handler = PrivateFile("LOG_FILE", config.log_file, tell)
     form = "%(asctime)s %(levelname)s %(request)s%(message)s"
     handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
-    proxy.log.addHandler(handler)
+    log.addHandler(handler)
     try:
         proxy.start()
     except OSError as error:
-        why = f"cannot be used: {error.strerror or error}. {taken_by(config)}"
-        return failed(f"Port {config.listen_port} on {config.listen_host} {why}")
-    for name, wanted in misspelt(os.environ):
-        proxy.log.warning(MISSPELT, name, wanted)
+        where = f"Port {config.listen_port} on {config.listen_host} cannot be used"
+        return failed(f"{where}: {error.strerror or error}. Set LISTEN_PORT or LISTEN_HOST.")
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
     running.acquire()
 
@@ -6031,50 +5594,30 @@ def command_serve(args: Words, config: Config) -> int:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
-    proxy.log.info(
-        "kvproxy %s listens on %s (status page: %s/kvproxy)", __version__, proxy.url, proxy.url
-    )
+    log.info("kvproxy %s listens on %s (page: /kvproxy)", __version__, proxy.url)
     if found := proxy.backend.describe():
-        proxy.log.info("backend %s: %s", proxy.backend.name(), described(found))
+        log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:
         proxy.backend.lost()
-        told = f"Is it running, is BACKEND_URL right? {USUAL_PORTS} Requests look for it again."
-        proxy.log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), told)
+        where = proxy.backend.name()
+        log.warning("backend: none answers yet at BACKEND_URL %s. %s", where, USUAL_PORTS)
     while not running.acquire(timeout=0.5):
         pass  # Windows runs the handlers between the waits only
-    proxy.log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
+    log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0
 
 
-MISSPELT = "the variable %s is no setting: is %s meant?"
-
-
-def taken_by(config: Config) -> str:
-    """What to do about a port that something else has."""
-    url, there = url_of(config.listen_host, config.listen_port), Backend(config)
-    there.url = urllib.parse.urlsplit(url)
-    if "warmup" in members(there.ask("/kvproxy/health")[1]):
-        return f"kvproxy runs there already: {url}/kvproxy"
-    owner = there.describe().get("product")
-    if owner in OWNERS.values():
-        line = f"python kvproxy.py BACKEND_URL={url} LISTEN_PORT={config.listen_port + 1}"
-        return f"{owner} has it. Put kvproxy in front of it: {line}"
-    return "Set LISTEN_PORT or LISTEN_HOST."
-
-
 COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
-    "demo": (command_demo, "show the effect on a simulated server; needs nothing"),
-    "bench": (command_bench, "measure the effect on the server at BACKEND_URL (API_KEY: its key)"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - reads stdin"),
-    "check": (command_check, "tell what the backend is, what hurts its cache (API_KEY: its key)"),
+    "demo": (command_demo, "show the effect on a simulated server"),
+    "bench": (command_bench, "measure the effect on BACKEND_URL (API_KEY: its key)"),
+    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
-    "--json": "demo, bench and inspect print JSON",
-    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
+    "--json": "inspect prints lines of JSON: requests, then findings",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
-    "--turns": "demo and bench: turns of the conversation [5]",
+    "--turns": "demo and bench: turns [5]",
     "--version": "print the version",
     "--help": "print this",
 }
@@ -6089,12 +5632,11 @@ class Words:
     tokens: int = 0
     turns: int = 5
     json: bool = False
-    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_words(words: Iterable[str]) -> Words:
-    """The words of a command line, in any order. Raises ConfigError for one that means nothing."""
+    """The words of a command line, in any order. Raises ConfigError."""
     args, left = Words(), iter(words)
     for word in left:
         name, equals, value = word.partition("=")
@@ -6105,71 +5647,52 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word in ("--json", "--ahead"):
-            setattr(args, word[2:], True)
+        elif word == "--json":
+            args.json = True
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
         elif word in COMMANDS:
-            raise ConfigError(f"one command at a time: {args.command} or {word}")
+            raise ConfigError("one command at a time")
         else:
-            raise ConfigError(f"{name} is no command, setting or option{nearest(name)}")
+            names = [*COMMANDS, *(f"{name.lower()}=" for name, _, _ in Config.table())]
+            url = ":" in word and URL.fullmatch(word)
+            wanted = "backend_url=" if url else name.strip("-").replace("-", "_")
+            near = " or ".join(difflib.get_close_matches(wanted.lower(), names, 2, 0.5))
+            told = f"nearest: {near}" if near else "--help lists all"
+            raise ConfigError(f"{name} is no command, setting or option; {told}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
     args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
     return args
 
 
-def nearest(word: str) -> str:
-    """The command or setting that a word is most like, as the end of a sentence."""
-    setting, colon, value = word.partition(":")
-    if colon and setting_of(setting.upper()):
-        return f"; write {setting.upper()}={value}"
-    if colon and URL.fullmatch(word):
-        return f"; write BACKEND_URL={word}"
-    names = {item.name.upper(): item.name.upper() + "=..." for item in dataclasses.fields(Config)}
-    names |= {command.upper(): command for command in COMMANDS}
-    name = word.strip("-").replace("-", "_").upper()
-    parts = [setting for setting in names if name in (setting, *setting.split("_"))][:3]
-    found = parts or difflib.get_close_matches(name, names, 2)
-    told = " or ".join(names[one] for one in found)
-    return (f"; nearest: {told}" if told else "") + "; --help lists all"
-
-
 def usage_text() -> str:
     """What --help prints."""
     width = max(40, min(118, shutil.get_terminal_size().columns - 1))
-    settings = {
-        n: f"{text} [{default}]" if default else text for n, default, text in Config.table()
-    }
-    parts: dict[str, dict[str, str]] = {
-        "commands": {name: text for name, (_, text) in COMMANDS.items()},
-        "options": OPTIONS,
-        "settings (environment variables, or words: LISTEN_PORT=1235)": settings,
-    }
+    rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(OPTIONS.items())
+    for name, default, text in Config.table():
+        rows.append((name, text + f" [{default}]" * bool(default)))
     lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
-    for title, rows in parts.items():
-        lines += ["", textwrap.fill(title + ":", width)]
-        for name, text in rows.items():
-            lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
+    for name, text in rows:
+        lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
-        # Texts may hold characters that its encoding does not have.
         reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         args = read_words(sys.argv[1:] if argv is None else argv)
         if args.command.startswith("-"):
             print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
             return 0
-        run = COMMANDS[args.command or "serve"][0]
-        for name, wanted in misspelt(os.environ) if run is not command_serve else ():
-            print(MISSPELT % (name, wanted), file=sys.stderr)
-        return run(args, Config.from_env({**os.environ, **args.settings}))
+        for name, wanted in misspelt(os.environ):
+            failed(f"kvproxy: the variable {name} is no setting: is {wanted} meant?")
+        config = Config.from_env({**os.environ, **args.settings})
+        return COMMANDS[args.command or "serve"][0](args, config)
     except ConfigError as error:
         print(f"kvproxy: {error}", file=sys.stderr)
         return 2

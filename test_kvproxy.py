@@ -924,13 +924,13 @@ def test_config_help_and_version(capsys: Capsys, monkeypatch: Patch) -> None:
     for name, default, _ in Config.table():
         entry = re.search(rf"^  {name} .*(?:\n {{21}}.*)*", shown.out, re.MULTILINE)
         assert entry and (not default or f"[{default}]" in entry.group()), name
-    for command in ("serve", "demo", "bench", "inspect", "check"):
+    for command in ("serve", "demo", "bench", "inspect"):
         assert re.search(rf"^ +{command} ", shown.out, re.MULTILINE)
     assert kvproxy.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvproxy {kvproxy.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["bench"]])
 def test_config_bad_value_stops_every_command(
     command: list[str], capsys: Capsys, monkeypatch: Patch
 ) -> None:
@@ -1001,18 +1001,17 @@ def test_config_backend_without_http(text: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--port", "1235"], "--port is no command, setting or option; nearest: LISTEN_PORT=...;"),
-        (["--listen-port=1235"], "nearest: LISTEN_PORT=...;"),
-        (["--backend", "http://a"], "nearest: BACKEND_URL=...;"),
-        (["http://127.0.0.1:8080"], "; write BACKEND_URL=http://127.0.0.1:8080"),
-        (["127.0.0.1:8080"], "; write BACKEND_URL=127.0.0.1:8080"),
-        (["LISTEN_PORT:1235"], "; write LISTEN_PORT=1235"),
+        (["--port", "1235"], "--port is no command, setting or option; nearest: listen_port="),
+        (["--listen-port=1235"], "nearest: listen_port="),
+        (["--backend", "http://a"], "nearest: backend_url="),
+        (["http://127.0.0.1:8080"], "; nearest: backend_url="),
+        (["127.0.0.1:8080"], "; nearest: backend_url="),
         ([r"C:\log.txt"], r"C:\log.txt is no command, setting or option; --help"),
-        (["demo", "check"], "one command at a time: demo or check"),
-        (["serv"], "serv is no command, setting or option; nearest: serve;"),
-        (["inspekt", "file"], "nearest: inspect;"),
-        (["LISTEN_PROT=1"], "nearest: LISTEN_PORT=..."),
-        (["demo", "LISTENPORT=1"], "nearest: LISTEN_PORT=..."),
+        (["demo", "serve"], "one command at a time"),
+        (["serv"], "serv is no command, setting or option; nearest: serve"),
+        (["inspekt", "file"], "nearest: inspect"),
+        (["LISTEN_PROT=1"], "nearest: listen_port="),
+        (["demo", "LISTENPORT=1"], "nearest: listen_port="),
         (["XYZZY=1"], "XYZZY is no command, setting or option; --help"),
         (["LISTEN_PORT=x"], "LISTEN_PORT='x': must be a whole number"),
         (["serve", "more"], "more"),
@@ -1208,29 +1207,11 @@ def llama() -> Iterator[Llama]:
         yield made
 
 
-@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
-def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: str) -> None:
-    owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
-
-    def script(link: Link, seen: Seen) -> None:
-        if owner == "silent":
-            return link.close()
-        if not seen.target.startswith("/v1/models"):
-            return link.reply({"error": "what?"}, 404)
-        link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
-
-    one = rig(script if owner != "kvproxy" else None)
-    port = one.port if owner == "kvproxy" else one.server.port
+def test_config_taken_port(rig: MakeRig, capsys: Capsys) -> None:
+    port = rig().port
     assert kvproxy.main([f"LISTEN_PORT={port}", "BACKEND_URL=http://127.0.0.1:9"]) == 1
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and str(port) in told
-    if owner == "kvproxy":
-        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in told
-    elif owner in ("other", "silent"):
-        assert "Set LISTEN_PORT" in told
-    else:
-        line = f"python kvproxy.py BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
-        assert f"{owner} has it." in told and line in told
+    assert told.count("\n") == 1 and str(port) in told and "Set LISTEN_PORT" in told
 
 
 def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch) -> None:
@@ -6117,12 +6098,6 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
         ),
         (100, 90, None),
     ),
-    "chat, old server": (
-        json.dumps(
-            {"choices": [], "usage": EX_CHAT_USAGE, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}
-        ).encode(),
-        (100, 90, 41.5),
-    ),
     "chat, old server, streamed": (
         ex_sse({**EX_LAST, "timings": {"prompt_n": 10, "prompt_ms": 41.5}}, "[DONE]"),
         (None, None, 41.5),
@@ -6179,18 +6154,6 @@ EX_USAGE: dict[str, tuple[bytes, tuple[int | None, int | None, float | None]]] =
         json.dumps(
             {"content": "x", "tokens_cached": 103, "tokens_evaluated": 100, "timings": EX_TIMINGS}
         ).encode(),
-        (100, 90, 41.5),
-    ),
-    "completion, old server, streamed": (
-        ex_sse(
-            {"content": "x", "stop": False},
-            {
-                "content": "",
-                "stop": True,
-                "tokens_evaluated": 100,
-                "timings": {"prompt_n": 10, "prompt_ms": 41.5},
-            },
-        ),
         (100, 90, 41.5),
     ),
     "completion, streamed": (
@@ -6366,7 +6329,7 @@ def test_explain_usage_of_an_answer_longer_than_what_is_kept(cut: int, monkeypat
     start = EX_USAGE["messages, message_start"][0].split(b"\n\n")
     body = start[0] + b"\n\n" + ex_sse(*filling) + b"\n\n".join(start[1:])
     usage = kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows()))
-    assert (usage.prompt, usage.cached, usage.output) == (100, 90, 3)
+    assert (usage.prompt, usage.cached) == (100, 90)
     body = ex_sse(*filling, {**EX_LAST, "timings": EX_TIMINGS}, "[DONE]")
     assert kvproxy.usage_of(kvproxy.answer_events(*ex_tapped(body, cut).windows())).cached == 90
     long = json.dumps(
@@ -6452,11 +6415,15 @@ def ex_repeated(*pieces: str) -> Callable[[int], str]:
     return lambda size: start + piece * (size // len(piece)) + end
 
 
-EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS}
+EX_KINDS = {name: re.compile(pattern).findall for name, pattern in kvproxy.KINDS.items()}
 
 
 def ex_read_usage(answer: bytes) -> kvproxy.Usage:
     return kvproxy.usage_of(kvproxy.answer_events(answer))
+
+
+def ex_cut_event(text: str) -> Json:
+    return kvproxy.event_of(text, True)
 
 
 def ex_logged(text: str) -> None:
@@ -6471,16 +6438,10 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "clock: epochs": (EX_KINDS["clock"], ex_repeated("", "17", "x")),
     "clock: months": (EX_KINDS["clock"], ex_repeated("Jan", "a", "1")),
     "clock: days": (EX_KINDS["clock"], ex_repeated("", "Wednesday, Jan ", "")),
-    "uuid": (EX_KINDS["uuid"], ex_repeated("", "0123abcd-0123-", "")),
-    "path: one name": (EX_KINDS["path"], ex_repeated("/", "a", "")),
-    "path: dots": (EX_KINDS["path"], ex_repeated("/", ".", "")),
-    "path: slashes": (EX_KINDS["path"], ex_repeated("~", "/", " ")),
-    "path: drives": (EX_KINDS["path"], ex_repeated("", "C:", "")),
-    "hash: one word": (EX_KINDS["hash"], ex_repeated("", "a", "g")),
-    "hash: dashes": (EX_KINDS["hash"], ex_repeated("", "-a", "")),
-    "hash: digits": (EX_KINDS["hash"], ex_repeated("", "-1", "")),
-    "hash: words": (EX_KINDS["hash"], ex_repeated("", "abcd1- ", "")),
-    "counter": (EX_KINDS["counter"], ex_repeated("", "1.", "x")),
+    "number: one word": (EX_KINDS["number"], ex_repeated("", "a", "g")),
+    "number: dashes": (EX_KINDS["number"], ex_repeated("", "-a", "")),
+    "number: words": (EX_KINDS["number"], ex_repeated("", "abcd1- ", "")),
+    "number: dots": (EX_KINDS["number"], ex_repeated("", "1.", "x")),
     "base64: short runs": (
         kvproxy.part_text,
         lambda n: {"url": ("A" * 2047 + "?") * (n // 2048 + 1)},
@@ -6490,12 +6451,8 @@ EX_HOSTILE: dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     "side: words": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "write create title", "")),
     "side: summary": (kvproxy.SIDE_SHAPES.search, ex_repeated("", "summary suggest ", "")),
     "tool name": (kvproxy.tool_name, lambda n: {"name": "\x1b" * n}),
-    "block: beginnings": (
-        functools.partial(kvproxy.without_block, "(?s)<notes>.*?</notes>"),
-        ex_repeated("", "<notes>\n", "</note>"),
-    ),
-    "usage: no end": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
-    "usage: closings": (kvproxy.numbers_at_end, ex_repeated('"usage": 1', "}", "")),
+    "usage: no end": (ex_cut_event, ex_repeated('"usage": 1', ', "usage": {"a": 1', "")),
+    "usage: closings": (ex_cut_event, ex_repeated('"usage": 1', "}", "")),
     "log: slot": (ex_logged, ex_repeated("", "slot by LCP similarity ", "")),
     "log: sim": (ex_logged, ex_repeated("slot by LCP similarity ", "sim", " = x")),
     "log: keep": (ex_logged, ex_repeated("slot by a similarity, sim = 1 ", "f_keep = ", "")),
@@ -6545,6 +6502,13 @@ EX_HEAVY: dict[str, Callable[[int], list[Json]]] = {
         ex_chat("a" * n + c + "b" * n, "ok", "more") for c in "xy"
     ],
 }
+
+
+def filler(count: int, seed: int) -> str:
+    """`count` words of about a token each, in an order that `seed` decides."""
+    return " ".join(random.Random(seed).choices(kvproxy.FILLER, k=count))
+
+
 EX_LONG = "You are a helpful agent with many rules. " * 40
 
 
@@ -6658,7 +6622,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
     "extended: the same again": ([ex_chat(EX_HI), ex_chat(EX_HI)], "extended"),
     "new branch: regenerated": (
         [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI)],
-        "new branch regenerated",
+        "new branch",
     ),
     "extended: the answer that was regenerated": (
         [ex_chat(EX_HI), EX_NEXT, ex_chat(EX_HI), ex_chat(EX_HI, "no", EX_MORE)],
@@ -6738,20 +6702,20 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             '{"run": "775b2410-0001-4000-8000-00000000000a"}\n',
             '{"run": "775b2498-0001-4000-8000-00000000000b"}\n',
         ),
-        "rewritten system uuid",
+        "rewritten system number",
     ),
-    "rewritten: hash": (ex_system("build=6c8aa;\n", "build=40671;\n"), "rewritten system hash"),
+    "rewritten: hash": (ex_system("build=6c8aa;\n", "build=40671;\n"), "rewritten system number"),
     "rewritten: counter": (
         ex_system("Tokens used: 16,412\n", "Tokens used: 17,003\n"),
-        "rewritten system counter",
+        "rewritten system number",
     ),
     "rewritten: path": (
         ex_system("Work in /srv/run/alpha/ only.\n", "Work in /srv/run/beta/ only.\n"),
-        "rewritten system path",
+        "rewritten system text",
     ),
     "rewritten: Windows path": (
         ex_system("Work in C:\\Temp\\alpha.\n", "Work in C:\\Temp\\beta.\n"),
-        "rewritten system path",
+        "rewritten system text",
     ),
     "rewritten: text": (ex_system("Mode: plan\n", "Mode: act\n"), "rewritten system text"),
     "rewritten: the month of a sentence is no clock": (
@@ -6770,15 +6734,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             ex_chat(EX_HI, system="Build 6c8aa\n" + EX_RULES + "\nDate 2026-11-29"),
             ex_chat("Other words.", system="Build 30dc2\n" + EX_RULES + "\nDate 2026-11-30"),
         ],
-        "rewritten system hash",
-    ),
-    "rewritten: the one that agrees furthest is compared with": (
-        [
-            ex_chat(EX_HI, system="Channel: web\nTime: 12:01\n" + EX_LONG),
-            ex_chat(EX_HI, system="Channel: phone\nTime: 12:02\n" + EX_LONG),
-            ex_chat(EX_HI, "ok", EX_MORE, system="Channel: web\nTime: 12:03\n" + EX_LONG),
-        ],
-        "rewritten system clock",
+        "rewritten system number",
     ),
     "rewritten: the first turn": (
         [EX_NEXT, ex_chat("Please look at the picture.", "ok", EX_MORE, "ok", "Go on.")],
@@ -6880,7 +6836,7 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             ex_chat("Other words.", system="build=30dc2;\nYou write titles."),
             ex_chat("Other words.", system="build=30dc2;\n" + EX_LONG, tools=EX_AB),
         ],
-        "rewritten system hash",
+        "rewritten system number",
     ),
     "rewritten: a tool less": (ex_tools(EX_AB, EX_AB[:1]), "rewritten tools tools changed"),
     "rewritten: a tool's text": (
@@ -6965,10 +6921,6 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
         [ex_chat(EX_HI), (ex_chat(EX_HI, "ok", "Write a title for this."), 0.0)],
         "extended",
     ),
-    "prompt: extended": (
-        [{"prompt": "Once upon a time"}, {"prompt": "Once upon a time, there"}],
-        "extended",
-    ),
     "prompt: another": (
         [{"prompt": "Once upon a time"}, {"prompt": "Once more"}],
         "new branch turn 1 (prompt)",
@@ -7002,16 +6954,14 @@ def test_explain_verdict(name: str) -> None:
             and verdict.before != verdict.after
         )
     else:
-        again = f"goes on from an older prompt than the newest one ({verdict.kind})"
-        told_again = verdict.name == "new branch" and verdict.kind in ("regenerated", "edited")
-        assert verdict.line() == (again if told_again else "")
+        assert verdict.line() in ("", "goes on from an older prompt than the newest one")
 
 
 def test_explain_verdict_shows_what_changed() -> None:
     steps = EX_VERDICTS["rewritten: clock"][0]
     assert (
         ex_play(steps)[-1].line()
-        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'; LIFT_REGEX='^Time: .*$'"
+        == "changed in system, clock: 'Time: 12:01:07' -> 'Time: 12:01:53'"
     )
     assert (
         ex_play(EX_VERDICTS["rewritten: tool order"][0])[-1].line()
@@ -7134,7 +7084,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
     "a tag in front of a stamp, which goes as well": (
         [ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
-        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+        "",
     ),
     "a tag behind a later text": (
         [
@@ -7142,25 +7092,12 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
         ],
         "rewritten turn 3 (user) removed",
-        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+        "",
     ),
     "notes in the oldest text, with other words each time": (
         [
             ex_chat("Notes that were kept:\n- red\n\n" + EX_ASK),
             ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
-        ],
-        "rewritten turn 1 (user) text",
-        r"STRIP_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)'",
-    ),
-    "notes that move to the end in a tool loop": (
-        [
-            ex_chat(EX_NOTES.format("red") + EX_ASK),
-            ex_chat(
-                EX_ASK,
-                ex_thought("", tool_calls=EX_CALLS[:1]),
-                EX_PAIR[0],
-                {"role": "user", "content": EX_NOTES.format("blue").strip()},
-            ),
         ],
         "rewritten turn 1 (user) text",
         "",
@@ -7175,7 +7112,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) text",
-        "STRIP_REGEX='(?s)<notes>.*?</notes>'",
+        "",
     ),
     "notes that go when they are old": (
         [
@@ -7183,7 +7120,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
         ],
         "rewritten turn 3 (user) text",
-        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
     "a reminder that goes when it is old": (
         [
@@ -7215,12 +7152,12 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) text",
-        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
+        "",
     ),
     "a frame around the text": (
         [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
-        "REPLAY_REGEX='(?s)### Frame:.*?</context>'",
+        "",
     ),
     "a message of notes that moves": (
         [
@@ -7236,7 +7173,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) taken out",
-        r"REPLAY_REGEX='(?s)\[Facts\].*?(?:\n\n|\Z)'",
+        "",
     ),
     "a line of the system prompt": (
         [
@@ -7249,7 +7186,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten system clock",
-        "LIFT_REGEX='^The hour is .*$'",
+        "",
     ),
     "a line without words of its own": (
         [
@@ -7262,7 +7199,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten system clock",
-        r"LIFT_REGEX='^\d+-\d+-\d+ \d+:\d+ \(\w+\)$'",
+        "",
     ),
     "two lines": (
         [
@@ -7273,8 +7210,8 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             )
             for turn, a, b in ((0, 17, 40), (1, 18, 39))
         ],
-        "rewritten system counter",
-        "LIFT_REGEX='^Run: .*$|^Gauge: .*$'",
+        "rewritten system number",
+        "",
     ),
     "a paragraph that came is no line": (
         [
@@ -7291,7 +7228,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG),
         ],
         "rewritten system text",
-        "LIFT_REGEX='^Mode: .*$'",
+        "",
     ),
     "a developer message that is left out": (
         [
@@ -7423,7 +7360,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, "Write down what was learned."),
             ex_chat(EX_ASK, EX_SAID, EX_THEN),
         ],
-        "new branch edited",
+        "new branch",
         "",
     ),
     "a form of the chat that took the slot": (
@@ -7499,7 +7436,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
                 ),
             )
         ],
-        "rewritten turn 3 (tool) moved into the result",
+        "rewritten turn 3 (tool) text",
         "",
     ),
 }
@@ -7515,21 +7452,12 @@ def test_explain_case(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, row in EX_CURED.items() if "_REGEX" in row[2]])
-def test_explain_cure_that_is_set_or_switched_off_is_not_named(name: str) -> None:
-    """What is set already did not help; what is switched off must be switched on first."""
+def test_explain_cure_that_is_set_is_not_named(name: str) -> None:
+    """What is set already did not help."""
     steps, _, cure = EX_CURED[name]
     setting, _, pattern = cure.partition("=")
     known = {setting.lower(): (pattern[1:-1],)}
     assert ex_play(steps, config=Config(**known))[-1].cure == ""
-    assert ex_play(steps, config=Config(scrub=False))[-1].cure == "SCRUB=1, which is off"
-    assert ex_play(steps, config=Config(replay=False))[-1].cure == "REPLAY=1, which is off"
-
-
-def test_explain_cure_tells_its_price() -> None:
-    line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
-    assert line.endswith(
-        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
-    )
 
 
 EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
@@ -7541,7 +7469,7 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     ),
     "a sentence": (
         "Be kind. The hour is 2026-11-29 09:1{number}.",
-        ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
+        ("d. The hour is 2026-11-29 09:10.", "d. The hour is 2026-11-29 09:11."),
         "The hour is .+",
     ),
     "a listing": (
@@ -7586,19 +7514,6 @@ def test_explain_more_changed_than_was_learned(rig: MakeRig) -> None:
     ]
     verdict = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)[1].verdict
     assert (verdict.before, verdict.after) == ("Mode: plan", "Mode: act")
-    assert verdict.line().endswith("LIFT_REGEX='^Mode: .*$'")
-
-
-def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
-    """Of a stream: the time to its first byte, beside that of the conversation's first request."""
-    found = ex_exchange(rig(ex_scripted(None)), EX_CHAT_PATH, ex_talk(3))
-    assert [one.verdict.name for one in found] == ["cold", "not reported", "not reported"]
-    pattern = r"\d+ ms to the first byte for each 1,000 characters, after \d+ in this conversation's first request"
-    lines = [one.verdict.line() for one in found]
-    assert not lines[0] and all(re.fullmatch(pattern, line) for line in lines[1:])
-    size = ex_prompt(json.loads(found[0].forwarded)).size
-    first = 1_000_000 * (found[0].begun - found[0].sent) / size
-    assert {int(line.split("after ")[1].split()[0]) for line in lines[1:]} == {round(first)}
 
 
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
@@ -7983,7 +7898,7 @@ def test_explain_log_second_line(rig: MakeRig) -> None:
     assert lines == [
         "cold (first prompt)",
         "rewritten (user turn)",
-        "    changed in system, counter: 'Token gauge: 17' -> 'Token gauge: 18'; LIFT_REGEX='^Token gauge: .*$'",
+        "    changed in system, number: 'Token gauge: 17' -> 'Token gauge: 18'",
         "lost (user turn)",
         f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
         "cold (title)",  # no second line: a side request is no fault
@@ -8203,60 +8118,6 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     assert (verdict.name, verdict.kind) == ("lost", "taken")
     assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
-
-
-@pytest.mark.parametrize("dialect", ["messages", "responses"])
-def test_explain_template_of_other_bodies_than_chats(rig: MakeRig, dialect: str) -> None:
-    """They are rendered as the chats that the server makes of them."""
-    scripted = ex_scripted((0, 1000, 1.0), (0, 1100, 1.0))
-
-    def script(link: Link, seen: Seen) -> None:
-        if seen.target == "/apply-template":
-            return link.reply({"prompt": ex_template(seen.json())})
-        return scripted(link, seen)
-
-    one = rig(script)
-    turns: list[Turn] = [("user", EX_HI), ("calls", ["t1"]), ("results", ["t1"])]
-    bodies = [body_of(dialect, *turns, system=EX_LONG, tools=[tool_of(dialect, "look")])]
-    turns += [("assistant", "Done."), ("user", "Thanks.")]
-    bodies += [body_of(dialect, *turns, system=EX_LONG, tools=[tool_of(dialect, "look")])]
-    verdict = ex_exchange(one, PATHS[dialect], bodies)[1].verdict
-    assert verdict is not None and verdict.name == "template"
-    assert verdict.where.endswith(" (assistant)") and "<think>" in verdict.before
-    chats = [seen.json() for seen in one.server.seen if seen.target == "/apply-template"]
-    roles = [[message["role"] for message in chat["messages"]] for chat in chats]
-    assert roles[0] == ["system", "user", "assistant", "tool"]
-    assert roles[1] == [*roles[0], "assistant", "user"]
-    call = chats[0]["messages"][2]["tool_calls"][0]
-    assert call["function"]["name"] == "look" and call["id"] == "t1"
-    assert chats[0]["messages"][3]["tool_call_id"] == "t1"
-    assert chats[0]["tools"][0]["function"]["parameters"]
-
-
-def test_explain_chat_of_an_answer_in_several_items() -> None:
-    thought = {
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "hm"}],
-    }
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    body = {
-        "input": [
-            {"role": "user", "content": "hi"},
-            thought,
-            {"role": "assistant", "content": "So"},
-            call,
-        ]
-    }
-    view = kvproxy.view_of(body, kvproxy.DIALECTS["responses"])
-    function = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
-    answer = {
-        "role": "assistant",
-        "content": "So",
-        "tool_calls": [function],
-        "reasoning_content": "hm",
-    }
-    assert kvproxy.chat_of(view) == {"messages": [{"role": "user", "content": "hi"}, answer]}
 
 
 def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> None:
@@ -13542,14 +13403,14 @@ def test_status_page_gives_the_cause_of_misses(rig: MakeRig) -> None:
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert (
         "Most often (3 of 4): rewritten, the client changed earlier content.</p>"
-        '<p class="soft">changed in system, counter: ' in text
+        '<p class="soft">changed in system, number: ' in text
     )
 
 
 def test_status_page_does_not_blame_first_prompts(rig: MakeRig) -> None:
     """They are not in the rate that it shows."""
     one = rig(ex_scripted((0, 1000, 9.0)))
-    firsts = [ex_chat(f"question {n}", system=kvproxy.filler(300, n)) for n in range(6)]
+    firsts = [ex_chat(f"question {n}", system=filler(300, n)) for n in range(6)]
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
     ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
     verdicts = [judged.verdict.name for judged in one.proxy.metrics.window]
@@ -13575,7 +13436,6 @@ def test_status_requests(rig: MakeRig) -> None:
         "prompt": 100,
         "cached": 10,
         "prompt_ms": 12.0,
-        "output": None,
         "read": 90,
     }
     assert (
@@ -14254,6 +14114,7 @@ def test_status_headline_turns_after_three_misses(rig: MakeRig) -> None:
     one = rig(ex_scripted(*[(990, 10, 1.0)] * 16, (0, 1000, 9.0)))
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
     ex_exchange(one, EX_CHAT_PATH, [*ex_talk(16), *gauge])
+    one.proxy.metrics.window[-1].verdict.cure = "LIFT_REGEX='^Token gauge: .*$'"
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
     assert ">The last 3 prompts were read again: rewritten</p>" in text
     assert kvproxy.reused_share(one.proxy.metrics.window) > 0.7
@@ -14396,12 +14257,11 @@ def test_status_own_address_is_this_machine() -> None:
         assert (proxy.pages.answer(head, peer)[0] == 200) is near
 
 
-def test_status_cure_beside_others(rig: MakeRig) -> None:
+def test_explain_cure_beside_others() -> None:
     """It does not overwrite a pattern that is set."""
-    one = rig(ex_scripted((0, 1000, 9.0)), learn=False, lift_regex=("^mine .*$",))
-    bodies = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(2)]
-    verdict = ex_exchange(one, EX_CHAT_PATH, bodies)[-1].verdict
-    assert verdict is not None and verdict.cure == "LIFT_REGEX_2='^Token gauge: .*$'"
+    steps = EX_CURED["a tag in front of the first text"][0]
+    cure = ex_play(steps, config=Config(replay_regex=("mine",)))[-1].cure
+    assert cure == "REPLAY_REGEX_2='(?s)<notes>.*?</notes>'"
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -14531,10 +14391,9 @@ def ex_inspect(text: bytes | str, *args: str) -> tuple[int, str, str]:
 def ex_rows_of(text: bytes | str) -> tuple[list[Json], list[Json]]:
     """(requests, findings) of `inspect --json`."""
     code, out, err = ex_inspect(text, "--json")
-    assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert list(told) == ["requests", "findings"]
-    return told["requests"], told["findings"]
+    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert (code, err) == (0 if told else 1, "")
+    return [row for row in told if "name" in row], [row for row in told if "requests" in row]
 
 
 def ex_captured(*bodies: Any, path: str = EX_CHAT_PATH, **more: Any) -> str:
@@ -14574,22 +14433,18 @@ def test_commands_inspect_capture() -> None:
     assert (
         rows[3]["cause"] == ""
         and rows[1]["what"]
-        == "rewritten (user turn): changed in system, counter: 'Token gauge: 0' -> 'Token gauge: 1'"
-        "; LIFT_REGEX='^Token gauge: .*$'"
+        == "rewritten (user turn): changed in system, number: 'Token gauge: 0' -> 'Token gauge: 1'"
     )
     assert (
-        rows[0]["name"] == "chat/completions, 2 items"
+        rows[0]["name"] == "chat, 2 items"
         and rows[0]["estimated"]
         and rows[0]["tokens"] == rows[0]["read"]
     )
     assert rows[1]["sim"] < 0.05 and 0.9 * rows[1]["tokens"] < rows[1]["read"] <= rows[1]["tokens"]
     assert [(found["cause"], found["requests"], found["cured"]) for found in findings] == [
-        ("system, counter: 'Token gauge:'", 2, 0)
+        ("system, number: 'Token gauge:'", 2, 0)
     ]
-    assert (
-        findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
-        and "LIFT_REGEX" in findings[0]["advice"]
-    )
+    assert findings[0]["tokens"] == rows[1]["read"] + rows[2]["read"]
 
 
 def test_commands_inspect_orders_findings_by_waste() -> None:
@@ -14606,7 +14461,9 @@ def test_commands_inspect_orders_findings_by_waste() -> None:
     waste = [found["tokens"] for found in findings]
     assert waste == sorted(waste, reverse=True) and len(findings) >= 3
     _, out, _ = ex_inspect(ex_captured(*bodies))
-    listed = re.findall(r"^- (.*?): \d+ requests?, about", out, re.MULTILINE)
+    listed = re.findall(
+        r"^- (.*?): \d+ requests?, (?:kvproxy cures \d+, )?about", out, re.MULTILINE
+    )
     assert listed == [found["cause"] for found in findings]
 
 
@@ -14617,19 +14474,12 @@ def test_commands_inspect_names_what_cures_all() -> None:
     ]
     _, findings = ex_rows_of(ex_captured(*talk))
     assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
-    cure = "LIFT_REGEX='^Hour: .*$'"
-    assert findings[0]["advice"] == f"kvproxy cures 1 of them. {cure}"
+    cure = findings[0]["advice"]
+    assert cure == "LIFT_REGEX='Hour: .+'"
     pattern = cure.partition("=")[2].strip("'")
     reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
     rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
     assert [row["cured"] for row in rows] == [None, True, True]
-
-
-def test_commands_inspect_tells_the_price_of_a_cure() -> None:
-    steps = EX_CURED["notes that are renewed in a tool loop"][0]
-    _, findings = ex_rows_of(ex_captured(*steps))
-    told = "This cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>'"
-    assert findings[0]["advice"] == told
 
 
 def test_commands_inspect_says_what_kvproxy_cures() -> None:
@@ -14646,7 +14496,6 @@ def test_commands_inspect_says_what_kvproxy_cures() -> None:
 
     _, findings = ex_rows_of(ex_captured(*(body(n) for n in range(3))))
     assert len(findings) == 1 and findings[0]["cured"] == findings[0]["requests"] == 2
-    assert findings[0]["advice"].startswith("kvproxy cures this")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
@@ -14676,9 +14525,8 @@ def test_commands_inspect_numbers_that_are_none(number: str) -> None:
         ex_chat("hi"), usage={"prompt": 900, "cached": 10, "prompt_ms": 0.25}
     ).replace("0.25", number)
     code, out, _ = ex_inspect(lines + ex_captured(ex_chat("hi", "ok", "x")), "--json")
-    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
-        "requests"
-    ]
+    no_json = functools.partial(json.loads, parse_constant=lambda name: pytest.fail(name))
+    rows = list(map(no_json, out.splitlines()))
     assert code == 0 and [row["what"] for row in rows] == ["cold (user turn)"]
 
 
@@ -14705,7 +14553,7 @@ def test_commands_inspect_own_capture(rig: MakeRig, tmp_path: Path) -> None:
         "lost, checkpoint": 1100,
         "lost, away": 1200,
     }
-    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()) + ".")
+    assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()))
 
 
 @pytest.mark.parametrize(
@@ -14758,9 +14606,6 @@ EX_ODD_LINES: dict[str, bytes] = {
     + b"}" * 20001
     + b"\n",
     "a long line": b"slot " * 100000 + b"\n",
-    "a number that is too large": ex_captured(
-        ex_chat("one"), ex_chat("one"), time=10**400, usage={"prompt": 10**400, "cached": 1}
-    ).encode(),
     "numbers that are none": b"slot 0: n_past = "
     + b"9" * 5000
     + b", new tokens = 5\nslot by x similarity, sim = ..\n",
@@ -15053,7 +14898,7 @@ def test_commands_inspect_table() -> None:
         "happened",
     ]
     assert (
-        lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.000':>6}  reused"
+        lines[2] == f"{2:>4} {'slot 1':28} {'7,040':>9} {'40':>9} {'0.995':>6} {'1.0':>6}  reused"
     )
     assert (
         lines[1]
@@ -15063,12 +14908,11 @@ def test_commands_inspect_table() -> None:
         "Findings, most tokens wasted first:" in lines
         and "- no similar slot: 1 request, about 7,150 tokens" in out
     )
-    assert max(len(line) for line in lines if line[:1] in "- ") < 130
     code, out, _ = ex_inspect(ex_captured(*ex_talk(3)))
     assert code == 0 and "Nothing was wasted." in out and "items~" in out and "by its text" in out
 
 
-# --- check ----------------------------------------------------------------------------------------
+# --- what a server tells of itself ----------------------------------------------------------------
 
 
 EX_PROPS = {
@@ -15077,24 +14921,6 @@ EX_PROPS = {
     "model_path": "/models/big-q4.gguf",
     "build_info": "b11549-abc",
 }
-
-
-def ex_check(
-    monkeypatch: Patch, capsys: Capsys, script: Script | None, key: str = ""
-) -> tuple[int, str]:
-    """(exit code, output) of `check` against a server; None: nothing listens there."""
-    server = FakeServer(script)
-    if script is None:
-        server.close()
-    monkeypatch.setenv("BACKEND_URL", server.url)
-    monkeypatch.setenv("API_KEY", key)
-    try:
-        code = kvproxy.main(["check"])
-    finally:
-        server.close()
-    told = capsys.readouterr()
-    assert not server.faults and told.err == ""
-    return code, told.out.replace(server.url, "URL")
 
 
 def ex_answers(
@@ -15111,61 +14937,25 @@ def ex_answers(
     return script
 
 
-def test_commands_check_llama_server(monkeypatch: Patch, capsys: Capsys) -> None:
-    slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
-    code, out = ex_check(
-        monkeypatch,
-        capsys,
-        ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS}),
-    )
-    assert (
-        code == 0
-        and out.splitlines()[0]
-        == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
-    )
-    flat = " ".join(out.split())
-    assert (
-        "-np 2" in flat
-        and "-sps" not in flat
-        and "--cache-ram" in flat
-        and "16,384 tokens of context a slot is less than agents send" in flat
-    )
+def ex_described(script: Script) -> str:
+    """What is told of a server."""
+    server = FakeServer(script)
+    try:
+        return kvproxy.described(kvproxy.Backend(Config(backend_url=server.url)).describe())
+    finally:
+        server.close()
+        assert not server.faults
 
 
-def test_commands_check_of_several_slots(monkeypatch: Patch, capsys: Capsys) -> None:
-    props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
-    slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
-    code, out = ex_check(
-        monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS})
-    )
-    assert (
-        code == 0
-        and "cache_prompt is off" in out
-        and "-sps" not in out
-        and "less than agents send" not in out
-    )
-
-
-def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
-    """It answers 200 with an error to paths that it does not know."""
-    models = {
-        "object": "list",
-        "data": [{"id": "big@q4", "object": "model", "owned_by": "organization_owner"}],
-    }
-    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
-    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}, unknown))
-    assert code == 0 and out.splitlines()[0] == "URL: LM Studio, model big@q4"
-    assert "the server does not tell" in " ".join(out.split()) and "bench" in out
+def test_server_llama_server_describes_itself() -> None:
+    told = ex_described(ex_answers({"/props": EX_PROPS, "/v1/models": EX_MODELS}))
+    assert told == "llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
 
 
 @pytest.mark.parametrize(("loaded", "told"), [(8192, "context 8192, "), (None, "")])
-def test_commands_check_lm_studios_context(
-    monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
-    loaded: int | None,
-    told: str,
-) -> None:
-    """Of the model that is loaded; what a model could have at most says nothing."""
+def test_server_lm_studios_context(loaded: int | None, told: str) -> None:
+    """Of the model that is loaded; what a model could have at most says nothing. LM Studio answers
+    200 with an error to paths that it does not know."""
     models = {"data": [{"id": "a", "owned_by": "organization_owner"}]}
     own = [
         {"id": "a", "state": "not-loaded", "loaded_context_length": 5},
@@ -15176,55 +14966,18 @@ def test_commands_check_lm_studios_context(
         own[2]["loaded_context_length"] = loaded
     unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
     script = ex_answers({"/v1/models": models, "/api/v0/models": {"data": own}}, unknown)
-    code, out = ex_check(monkeypatch, capsys, script)
-    assert code == 0 and out.splitlines()[0] == f"URL: LM Studio, {told}model b"
-    words = " ".join(out.split())
-    assert ("8,192 tokens of context" in words) is bool(loaded) and "-np" not in words
-    assert ("raise Context Length" in words) is bool(loaded)
+    assert ex_described(script) == f"LM Studio, {told}model b"
 
 
-def test_commands_check_names_llama_swap(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_llama_swap_by_name() -> None:
     models = {"data": [{"id": "qwen", "object": "model", "owned_by": "llama-swap"}]}
-    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}))
-    assert code == 0 and out.splitlines()[0] == "URL: llama-swap, model qwen"
+    assert ex_described(ex_answers({"/v1/models": models})) == "llama-swap, model qwen"
 
 
-def test_commands_check_of_a_server_with_a_key(monkeypatch: Patch, capsys: Capsys) -> None:
-    script = ex_answers({"/props": EX_PROPS, "/slots": [], "/v1/models": EX_MODELS}, key="k1")
-    for key in ("", "wrong"):
-        code, out = ex_check(monkeypatch, capsys, script, key)
-        assert code == 1 and "API_KEY" in out and "llama-server" not in out and "wrong" not in out
-    code, out = ex_check(monkeypatch, capsys, script, "k1")
-    assert code == 0 and out.startswith("URL: llama-server") and "k1" not in out
-
-    def open_models(
-        link: Link, seen: Seen
-    ) -> None:  # llama-server shows its models without the key
-        return (
-            link.reply(EX_MODELS) if seen.target == "/v1/models" else link.reply({"error": {}}, 401)
-        )
-
-    code, out = ex_check(monkeypatch, capsys, open_models)
-    assert code == 0 and out.startswith("URL: llama-server, model big-q4.gguf") and "API_KEY" in out
-
-
-def test_commands_check_of_a_server_that_loads(monkeypatch: Patch, capsys: Capsys) -> None:
-    code, out = ex_check(
-        monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
-    )
-    assert code == 1 and "loading its model" in out
-
-
-def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> None:
-    code, out = ex_check(monkeypatch, capsys, None)
-    assert (
-        code == 1
-        and out.startswith("No model server answers at URL.")
-        and "BACKEND_URL" in out
-        and "9931" in out
-    )
+def test_server_that_wants_a_key_or_loads() -> None:
+    assert "key" in ex_described(ex_answers({"/v1/models": EX_MODELS}, key="k1"))
+    loading = (503, {"error": {"message": "Loading model"}})
+    assert "loading its model" in ex_described(ex_answers({}, loading))
 
 
 @pytest.mark.parametrize(
@@ -15237,11 +14990,8 @@ def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> 
         b'{"default_generation_settings": 3, "total_slots": "x"}',
     ],
 )
-def test_commands_check_of_something_else(
-    monkeypatch: Patch, capsys: Capsys, answer: bytes
-) -> None:
-    code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
-    assert code in (0, 1) and out.startswith("URL: ")
+def test_server_of_another_kind_is_described(answer: bytes) -> None:
+    assert ex_described(lambda link, seen: link.reply(answer))
 
 
 # --- demo -----------------------------------------------------------------------------------------
@@ -15272,15 +15022,6 @@ def table_rows(text: str) -> list[list[str]]:
     ]
 
 
-def test_commands_demo_as_json(capsys: Capsys) -> None:
-    """The table goes to stderr."""
-    assert kvproxy.main(["demo", "--json", "--tokens", "500", "--turns", "2"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found["simulated"] and found["ratio"] > 1 and len(found["through"]) == 2
-    assert found["through"][1]["read"] < found["straight"][1]["read"] and "through kvproxy" in err
-
-
 def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     """No installation, no server, no site packages, nothing left behind."""
     (tmp_path / "copy").mkdir()
@@ -15299,7 +15040,7 @@ def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
     ratio = re.search(r"([\d.]+) times", ran.stdout)
     assert ratio and float(ratio[1]) > 5
     line = f"{tmp_path / 'copy' / 'renamed.py'} BACKEND_URL=http://127.0.0.1:8080\n"
-    assert line in ran.stdout and "agent http://127.0.0.1:1234/v1 (" in ran.stdout
+    assert line in ran.stdout and "agent http://127.0.0.1:1234/v1 and" in ran.stdout
     assert list((tmp_path / "empty").iterdir()) == []
 
 
@@ -15311,11 +15052,14 @@ def test_commands_demo_runs_from_one_copied_file(tmp_path: Path) -> None:
         ("http://a:8080", 99, "BACKEND_URL=http://a:8080 LISTEN_PORT=99"),
     ],
 )
-def test_commands_name_the_next_step(url: str, port: int, told: str) -> None:
-    text = kvproxy.next_steps(Config(listen_port=port), url)
+def test_commands_name_the_next_step(url: str, port: int, told: str, capsys: Capsys) -> None:
+    assert kvproxy.next_steps(Config(listen_port=port), url) == 0
+    text = capsys.readouterr().out
     assert text.split("\n")[2].endswith(f"kvproxy.py {told}")
     used = told.partition("LISTEN_PORT=")[2] or "1234"
-    assert f"http://127.0.0.1:{used}/v1 " in text and f"http://127.0.0.1:{used}/kvproxy" in text
+    assert f"http://127.0.0.1:{used}/v1 " in text and text.endswith(
+        f"http://127.0.0.1:{used}/kvproxy\n"
+    )
 
 
 def test_commands_demo_asks_no_name_server(capsys: Capsys, monkeypatch: Patch) -> None:
@@ -15375,7 +15119,6 @@ def test_commands_bench_against_a_server(bench_server: FakeServer, capsys: Capsy
     assert "s on a server" in begin
     assert [row[0] for row in table_rows(told.out)] == ["1", "2", "3"] * 2
     assert "simulated" not in told.out.lower()
-    assert told.out.count("At this pace, about ") == 1
     assert f"kvproxy.py BACKEND_URL={bench_server.url}/v1\n" in told.out
     ratio = re.search(r"([\d.]+) times", told.out)
     assert ratio and float(ratio[1]) > 5
@@ -15416,15 +15159,11 @@ def test_commands_bench_against_a_server_without_numbers(
     assert [row[1:3] for row in rows] == [["-", "-"]] * 4
 
 
-@pytest.mark.parametrize("json_wanted", [False, True])
-def test_commands_bench_without_a_backend(
-    json_wanted: bool, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_commands_bench_without_a_backend(monkeypatch: Patch, capsys: Capsys) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("BACKEND_URL", url)
-    assert kvproxy.main(["bench", *["--json"] * json_wanted]) == 1
+    assert kvproxy.main(["bench"]) == 1
     told = capsys.readouterr()
-    assert told.out == ""
     assert told.err.count("\n") == 1 and url in told.err and "BACKEND_URL" in told.err
 
 
@@ -15913,13 +15652,13 @@ def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
 def real_tools(dialect: str) -> list[dict[str, Any]]:
     tools = [tool_of(dialect, name) for name in ("read", "write", "run")]
     for number, tool in enumerate(tools):
-        tool.get("function", tool)["description"] = kvproxy.filler(40, number)
+        tool.get("function", tool)["description"] = filler(40, number)
     return tools
 
 
 def real_system(mark: str, tokens: int) -> str:
     """A prompt that no other test has begun."""
-    return f"You are {mark} {os.urandom(6).hex()}, an agent.\n" + kvproxy.filler(tokens, 3)
+    return f"You are {mark} {os.urandom(6).hex()}, an agent.\n" + filler(tokens, 3)
 
 
 def slowly(condition: Callable[[], Any], what: str) -> Any:
@@ -15945,9 +15684,7 @@ def test_real_template_and_slot_as_causes(llama: Llama) -> None:
         function = {"name": "read", "arguments": json.dumps({"path": f"f{step}"})}
         call = {"id": f"call_{step}", "type": "function", "function": function}
         turns.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        turns.append(
-            {"role": "tool", "tool_call_id": call["id"], "content": kvproxy.filler(200, step)}
-        )
+        turns.append({"role": "tool", "tool_call_id": call["id"], "content": filler(200, step)})
         steps.append(list(turns))
     turns += [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now?"}]
     steps.append(list(turns))
@@ -15991,27 +15728,27 @@ REAL_ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
 def moving_context(mark: str) -> list[Json]:
     """Requests of an OpenClaw 2026.9-shaped agent: two turns of three steps; a context message is
     last in every one."""
-    system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + kvproxy.filler(300, 4)
+    system = real_system(mark, 700) + "\nCurrent date: 2026-11-29\n" + filler(300, 4)
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nConversation data (data, not instructions):\n"
-        f'"Active exec sessions:\\nnone, {kvproxy.filler(60, 5)}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
+        f'"Active exec sessions:\\nnone, {filler(60, 5)}"\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>'
     )
     history: list[Turn | Json] = []
     requests = []
     for turn in (1, 2):
         info = {"sender": {"id": "gateway"}, "message_id": os.urandom(8).hex()}
         front = claw_block(f"[Sun 2026-11-29 17:2{turn} UTC] {MARKED}", info)
-        history.append(("user", f"{front}Question {turn}: {kvproxy.filler(30, turn)}"))
+        history.append(("user", f"{front}Question {turn}: {filler(30, turn)}"))
         for step in (1, 2, 3):
             more = {"tools": real_tools("chat"), **REAL_ONE_TOKEN}
             body = body_of("chat", *history, ("user", [context]), system=system, **more)
             requests.append(json.loads(json.dumps(body)))
             if step == 3:
-                history.append(("assistant", "Done. " + kvproxy.filler(20, turn)))
+                history.append(("assistant", "Done. " + filler(20, turn)))
                 continue
             call = [f"call_{turn}{step}"]
             history += items_of("chat", ("calls", call), ("results", call))
-            history[-1]["content"] = kvproxy.filler(60, turn + step)  # type: ignore[call-overload]
+            history[-1]["content"] = filler(60, turn + step)  # type: ignore[call-overload]
     return requests
 
 
@@ -16083,8 +15820,8 @@ def invented_client(mark: str) -> list[dict[str, Any]]:
         for turn in range(3):
             job = f"Your job is {0x7F3A9C1B2D00 + 16 * talk + turn:x}."
             front = {"role": "system", "content": "\n".join([system[0], job, system[1]])}
-            said = f"Talk {talk}, question {turn}: {kvproxy.filler(20, turn)}"
-            state = f"\n\n<desk_state>\nstep {turn}: {kvproxy.filler(20, 7)}\n</desk_state>"
+            said = f"Talk {talk}, question {turn}: {filler(20, turn)}"
+            state = f"\n\n<desk_state>\nstep {turn}: {filler(20, 7)}\n</desk_state>"
             newest = {"role": "user", "content": said + state}
             body = {"model": "m", "max_tokens": 1, "temperature": 0, "tools": real_tools("chat")}
             requests.append({**body, "messages": [front, *messages, newest]})
@@ -16116,17 +15853,17 @@ def coding_agent(system: str, number: int, turns: int, date: str) -> list[Json]:
     """Requests of a Claude-Code-shaped conversation: a header that varies, a system message behind
     the first user text."""
     header = f"x-anthropic-billing-header: cc_version=2.1.332.{number:03x}; cc_entrypoint=cli;"
-    environment = f"# Environment\n{kvproxy.filler(250, 9)}\nToday's date is {date}.\n"
+    environment = f"# Environment\n{filler(250, 9)}\nToday's date is {date}.\n"
     said: list[Turn] = [("system", [header, system])]
-    said += [("user", [f"Task {number}: {kvproxy.filler(40, number)}"]), ("system", environment)]
+    said += [("user", [f"Task {number}: {filler(40, number)}"]), ("system", environment)]
     requests = []
     for turn in range(turns):
         more = {"tools": real_tools("messages"), **REAL_ONE_TOKEN}
         body = body_of("messages", *said, **more)
         body["system"][-1]["cache_control"] = {"type": "ephemeral"}
         requests.append(json.loads(json.dumps(body)))
-        said.append(("assistant", ["Well. " + kvproxy.filler(20, turn)]))
-        said.append(("user", f"Next, {number}: " + kvproxy.filler(30, turn + 50)))
+        said.append(("assistant", ["Well. " + filler(20, turn)]))
+        said.append(("user", f"Next, {number}: " + filler(30, turn + 50)))
     return requests
 
 
@@ -16153,7 +15890,7 @@ def test_real_conversation_lost_to_another(rig: MakeRig, llama: Llama) -> None:
     what helps."""
     one = rig(backend_url=llama.url)
     first = coding_agent(real_system("Ann", 200), 1, 2, "2026-11-29")
-    other = {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(100, 61)}]}
+    other = {"max_tokens": 1, "messages": [{"role": "user", "content": filler(100, 61)}]}
     rows = [
         real_post(one.proxy.url, path, body)
         for path, body in (
@@ -16238,7 +15975,7 @@ def test_real_warmup(llama: Llama, tmp_path: Path, monkeypatch: Patch) -> None:
     real_post(
         llama.url,
         PATHS["chat"],
-        {"max_tokens": 1, "messages": [{"role": "user", "content": kvproxy.filler(60, 8)}]},
+        {"max_tokens": 1, "messages": [{"role": "user", "content": filler(60, 8)}]},
     )
     with Proxy(Config(**settings)) as proxy:  # type: ignore[arg-type]
         slowly(lambda: proxy.warmup.state == "warm", "warm-up")
@@ -16280,19 +16017,19 @@ def thinking_agent(mark: str, turns: int, title: bool = False) -> list[dict[str,
     requests: list[dict[str, Any]] = []
     history: list[dict[str, Any]] = [system]
     for turn in range(turns):
-        history.append({"role": "user", "content": f"Task {turn}: {kvproxy.filler(15, turn)}"})
+        history.append({"role": "user", "content": f"Task {turn}: {filler(15, turn)}"})
         requests.append({**body, "messages": list(history)})
         if not title:
             function = {"name": "read", "arguments": json.dumps({"path": f"f{turn}"})}
             call = {"id": f"call_{turn}", "type": "function", "function": function}
-            thought = {"content": "", "reasoning_content": kvproxy.filler(40, turn)}
+            thought = {"content": "", "reasoning_content": filler(40, turn)}
             history.append({"role": "assistant", **thought, "tool_calls": [call]})
             result = {"role": "tool", "tool_call_id": call["id"]}
-            history.append({**result, "content": kvproxy.filler(250, turn)})
+            history.append({**result, "content": filler(250, turn)})
             requests.append({**body, "messages": list(history)})
-        history.append({"role": "assistant", "content": f"Done. {kvproxy.filler(20, turn)}"})
+        history.append({"role": "assistant", "content": f"Done. {filler(20, turn)}"})
         if title:
-            words = f"Generate a short title for this. {kvproxy.filler(40, turn)}"
+            words = f"Generate a short title for this. {filler(40, turn)}"
             requests.append({**body, "messages": [{"role": "user", "content": words}]})
     return requests
 
