@@ -113,7 +113,8 @@ class Config:
     listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
     backend_url: str = setting("", "unset: what answers on port 8080, 9931 or 12345")
     scrub: bool = setting(True, "0 edits nothing")
-    strip_message_ids: bool = setting(True, "drop OpenClaw's message ids")
+    strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
+    strip_timestamps: str = setting("auto", "drop its stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header")
     strip_regex: tuple[str, ...] = setting(
         (), "cut out of system and user; more: STRIP_REGEX_2, ..."
@@ -535,7 +536,7 @@ class Report:
 # Scrub: rules that take out what never helps the model
 # ==================================================================================================
 
-LIMITS = {"turns": 8000, "parts of a turn": 500, "decorations of a text": 256}
+LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
 
 
 def check_limit(what: str, count: int) -> None:
@@ -557,7 +558,12 @@ def without(text: str, spans: list[Span]) -> str:
 
 
 _ZONED = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_STAMP = rf"\[[A-Z][a-z]{{2}} \d{{4}}-\d\d-\d\d[ T][\d:]{{5,8}}{_ZONED}\](?: |(?=\n)|\Z)"
+_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
+    r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
+    r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
+)
+_DAYTIME = r"[A-Z][a-z]{2} \d{4}-\d\d-\d\d[ T][\d:]{5,8}"
+_STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_DAYTIME}{_ZONED}\](?: |(?=\n)|\Z)"
 _TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
@@ -617,40 +623,73 @@ def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
     return [one.span() for block in blocks for one in pattern.finditer(text, *block.span())]
 
 
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
+)
+PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person pasted a log
+
+
 class Scrubber:
-    """The rules that a configuration switches on; only the user's own patterns touch user texts."""
+    """The rules that a configuration switches on."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        ids, stamps = config.strip_message_ids, config.strip_timestamps
+        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
+        self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
         """Edit a view, in place. Raises Unreadable."""
         report.items = len(view.turns)
         check_limit("turns", len(view.turns))
+        check_limit("tools", len(listed(view.body.get("tools"))))
+        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
+        users = self.patterns or self.user_ids or stamps
         for turn in view.head + view.turns:
-            if turn.role == "system" or (turn.role == "user" and self.patterns):
+            if turn.role == "system" or (turn.role == "user" and users):
                 edited, before = turn.own(), report.edits()
+                said = turn.role == "system"  # else what follows a person's words was pasted
                 for slot in edited.slots():
                     text = slot.get()
-                    if (left := self.strip(text, turn.role, report)) != text:
-                        slot.set(left)
+                    rest = self.strip_system(text, report) if turn.role == "system" else text
+                    if not said:
+                        rest, said = self.strip_decorations(text, stamps, report)
+                    for pattern in self.patterns:
+                        whole, rest = rest, pattern.sub("", rest)
+                        report.regex_removed += rest != whole
+                    if rest != text:
+                        slot.set(rest)
                 if report.edits() > before:
                     report.items_modified += 1
                     put_back(view, turn, edited)
 
-    def strip(self, text: str, role: str, report: Report) -> str:
-        if role == "system" and self.config.strip_billing:
+    def strip_system(self, text: str, report: Report) -> str:
+        if self.billing:
             text, count = BILLING.subn("", text)
             report.billing_removed += count
-        if role == "system" and self.config.strip_message_ids:
-            ids = inbound_members(text, IDS)
-            text = without(text, ids)
-            report.msg_ids_removed += len(ids)
-        for pattern in self.patterns:
-            whole, text = text, pattern.sub("", text)
-            report.regex_removed += text != whole
-        return text
+        ids = inbound_members(text, IDS) if self.system_ids else []
+        report.msg_ids_removed += len(ids)
+        return without(text, ids)
+
+    def strip_decorations(self, text: str, stamps: bool, report: Report) -> tuple[str, bool]:
+        """A user text without ids and stamp in what stands before its words, and whether it has
+        words."""
+        spans, at = list[Span](), 0
+        leads, end = lead(text)
+        for kind, block in leads:
+            start = text.index(block, at)
+            at = start + len(block)
+            if kind == "block" and self.user_ids:
+                ids = [one.span() for one in IDS.finditer(text, start, at)]
+                report.msg_ids_removed += len(ids)
+                spans += ids
+            elif kind == "stamp" and stamps:
+                behind = at + (text[at : at + 1] == " ")
+                if not PASTED.match(text, behind):
+                    report.ts_removed += 1
+                    spans.append((start, behind))
+        return without(text, spans), text[end:].strip() != ""
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -661,10 +700,11 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 
 
 def put_back(view: View, turn: Turn, edited: Turn) -> None:
-    """Put an edited turn in its place, without empty texts."""
+    """Put an edited turn in its place; one of the system prompt without empty texts."""
     content = edited.holder.get(edited.key)
     parts = content if isinstance(content, list) else [content]
-    kept = [part for part in parts if str(members(part).get("text", part)).strip()]
+    said = [str(members(part).get("text", part)).strip() for part in parts]
+    kept = [part for part, text in zip(parts, said, strict=True) if text or turn.role == "user"]
     if kept and parts is content:
         Slot(edited, edited.holder, edited.key).set(kept)
     if turn.item is not None:
@@ -760,24 +800,32 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
         before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
 
 
-def scrub(body: Json, config: Config | None = None, dialect: str = "chat") -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. An
-    unreadable body comes back as it is, with `report.note` set. `dialect` is chat, responses,
-    messages or completions: scrub(body, Config(), "messages")"""
-    config, report, rows = (
-        config or Config(),
-        Report(),
-        {row.name: row for row in DIALECTS.values()},
-    )
+def scrub(
+    payload: Json, config: Config | None = None, dialect: str | None = None
+) -> tuple[Json, Report]:
+    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. A
+    body of unknown shape comes back equal, with `report.note` set. `dialect` is chat, responses,
+    messages or completions; without it the body's shape decides. Raises ValueError for others.
+
+        body, report = scrub(body, Config(strip_message_ids="1"))"""
+    config, report = config or Config(), Report()
+    rows = {row.name: row for row in DIALECTS.values()}
+    name, keys = dialect or "completions", members(payload)
+    if dialect is None and "messages" in keys:
+        name = "messages" if "system" in keys else "chat"
+    elif dialect is None and "input" in keys:
+        name = "responses"
+    if name not in rows:
+        raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(rows)}")
     try:
-        view = view_of(copy.deepcopy(body), rows[dialect])
+        view = view_of(copy.deepcopy(payload), rows[name])
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
                 system_first(view, report, lambda turn: False)
         return json.loads(view.dump()), report
     except (RecursionError, Unreadable) as error:
-        return body, Report(note=str(error))
+        return payload, Report(note=str(error))
 
 
 # ==================================================================================================

@@ -1234,19 +1234,15 @@ MARK = "(volatile) "  # what tests edit that are about no rule in particular
 MARKED_OFF: dict[str, Any] = {"strip_regex": (re.escape(MARK),)}
 
 
-def dialect_for(body: Any) -> kvproxy.Dialect:
-    """The dialect that a test's body is in, where it has no path."""
-    if "messages" in body:
-        return kvproxy.DIALECTS["messages" if "system" in body else "chat/completions"]
-    return kvproxy.DIALECTS["responses" if "input" in body else "completions"]
+SCRUB_ALL = {"strip_message_ids": "1", "strip_timestamps": "1"}
 
 
 def scrubbed(
     body: dict[str, Any], dialect: str | None, **settings: Any
 ) -> tuple[dict[str, Any], kvproxy.Report]:
-    """scrub(), and a check that the payload did not change."""
+    """scrub() with every rule on, and a check that the payload did not change."""
     before = copy.deepcopy(body)
-    result, report = kvproxy.scrub(body, Config(**settings), dialect or dialect_for(body).name)
+    result, report = kvproxy.scrub(body, Config(**{**SCRUB_ALL, **settings}), dialect)
     assert body == before and list(body) == list(before)
     return result, report
 
@@ -1255,7 +1251,7 @@ def scrubbed(
 def scrub_wire() -> Iterator[Rig]:
     """One proxy with every feature on, shared by tests whose conversations have nothing in
     common."""
-    with shared_rig(log_level="info", **MARKED_OFF) as made:
+    with shared_rig(log_level="info", **SCRUB_ALL, **MARKED_OFF) as made:
         yield made
 
 
@@ -1423,6 +1419,22 @@ def test_dialects_too_many(scrub_wire: Rig, what: str, body: dict[str, Any]) -> 
 
 
 ENV = "# Environment\nlinux"  # a message that is known to stay
+
+
+def test_dialects_guess_keeps_a_chat_request_a_chat_request() -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("user", "u"), ("system", ENV), ("assistant", "a"), ("user", MARK + "v")
+        ),
+    }
+    wanted = {
+        "max_tokens": 5,
+        "messages": items_of(
+            "chat", ("system", ENV), ("user", "u"), ("assistant", "a"), ("user", "v")
+        ),
+    }
+    assert scrubbed(body, None, **MARKED_OFF)[0] == wanted
 
 
 STAMP = "[Wed 2026-02-18 20:48 UTC] "
@@ -1919,11 +1931,69 @@ SCRUB_FORMS = [(dialect, parts) for dialect in SCRUB_EDITED for parts in (False,
 CLAW = "Runtime: agent=main | host=box"  # a line that only OpenClaw writes into its system prompt
 
 
+@pytest.mark.parametrize(
+    ("stamp", "rest"),
+    [
+        (STAMP, "Hello."),
+        ("[Wed 2026-02-18 20:48:07 UTC] ", "Hello."),
+        ("[Mon 2026-02-16 04:48 GMT+8] ", "Hello."),
+        ("[Tue 2026-02-17 04:48 GMT+5:30] ", "Hello."),
+        ("[Thu 2026-02-19 04:48:59 GMT-3:30] ", "Hello."),
+        ("[Fri 2026-02-20 04:48 EST] ", "Hello."),
+        ("[Sat 2026-02-21 04:48 AKDT] ", "Hello."),
+        ("[Sun 2031-02-23 04:48 UTC] ", "Hello."),
+        ("[Wed 2026-02-18T20:48Z] ", "Hello."),
+        ("[Matrix room:ops Thu 2026-05-07 08:01:33 GMT+1] ", "Hello."),
+        ("[WhatsApp Wed 2026-02-18 20:48 UTC] ", "Hello."),
+        ("[Signal Ann id:+1555 +4s Wed 2026-02-18 20:48 UTC] ", "Hello."),
+        (STAMP[:-1], "\nHello."),
+        (STAMP, ""),
+        (STAMP[:-1], ""),
+        # what stands behind it is the person's: a stamp in the text, JSON
+        (STAMP, "Since [Wed 2026-02-18 20:47 UTC] it is slow."),
+        (STAMP, '```json\n{"message_id": "1", "text": "pasted"}\n```'),
+        (STAMP, '{"message_id": "1"}'),
+    ],
+)
+def test_scrub_stamp_is_removed(stamp: str, rest: str) -> None:
+    for dialect, parts in SCRUB_FORMS:
+        body = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", stamp + rest),
+            parts=parts,
+        )
+        wanted = body_of(
+            dialect,
+            ("system", CLAW),
+            ("user", "a"),
+            ("assistant", "b"),
+            ("user", rest),
+            parts=parts,
+        )
+        result, report = scrubbed(body, dialect)
+        assert result == wanted
+        assert (report.ts_removed, report.items_modified, report.edits()) == (1, 1, 1)
+        assert scrubbed(body, dialect, strip_timestamps="auto", replay=False)[0] == wanted
+        for settings in ({"strip_timestamps": "0", "replay": False}, {"strip_timestamps": "auto"}):
+            assert scrubbed(body, dialect, **settings)[0] == body
+        assert scrubbed(body, dialect, scrub=False)[0] == body
+
+
 SCRUB_LOGS = (  # pasted, not put there by OpenClaw
     STAMP + "[Thu 2026-02-19 20:48 UTC] Hello.",
     STAMP + STAMP + "Hello.",
     STAMP + "started\n[Wed 2026-02-18 23:50 UTC] crashed\nHow long did it run?",
 )
+
+
+@pytest.mark.parametrize("text", SCRUB_LOGS)
+def test_scrub_pasted_log_keeps_its_stamps(text: str) -> None:
+    body = body_of("chat", ("system", CLAW), ("user", text))
+    result, report = scrubbed(body, "chat")
+    assert result == body and report.edits() == 0
 
 
 INFO = "Conversation info (untrusted metadata):"
@@ -1936,6 +2006,29 @@ SCRUB_INBOUND = {
 
 def rp_before(text: str) -> str:
     return f"OpenClaw runtime context for the immediately preceding user message.\n{text}"
+
+
+def test_scrub_stamp_of_other_clients_stays() -> None:
+    """Only a request with a shape that OpenClaw alone writes is OpenClaw's."""
+    hello = ("user", STAMP + "Hello.")
+    for turns, removed in (
+        ([hello], 0),
+        ([("system", "Be brief."), hello], 0),
+        (
+            [
+                ("system", "Help people to set up OpenClaw; its line is `Runtime: agent=main`."),
+                hello,
+            ],
+            0,
+        ),
+        ([("system", "S"), ("user", reminder("be kind")), hello], 0),
+        ([("system", f"Be brief.\n{CLAW}\n"), hello], 1),
+        ([("system", "You are a personal assistant running inside OpenClaw.\n"), hello], 1),
+        ([("system", claw_block("Meta", SCRUB_INBOUND)), hello], 1),
+        ([("user", claw_block(INFO, {"a": 1}) + "hi"), ("assistant", "b"), hello], 0),
+        ([("user", rp_before("x")), ("assistant", "b"), hello], 0),
+    ):
+        assert scrubbed(body_of("messages", *turns), "messages")[1].ts_removed == removed, turns
 
 
 SCRUB_KEPT_USER = (
@@ -2002,6 +2095,12 @@ def test_scrub_user_text_is_kept(text: str) -> None:
         assert report.edits() == report.items_modified == 0
 
 
+def test_scrub_responses_input_string() -> None:
+    text = claw_block(INFO, {"message_id": "1", "a": 1}) + STAMP + "Hello."
+    left = {"instructions": CLAW, "input": claw_block(INFO, {"a": 1}) + "Hello."}
+    assert scrubbed({"instructions": CLAW, "input": text}, None)[0] == left
+
+
 @pytest.mark.parametrize(
     "prompt", [STAMP + "Hello.", [STAMP + "Hello."], [1, 2, 3], [[1, 2], STAMP]]
 )
@@ -2028,6 +2127,23 @@ SCRUB_LABELS = (
 SCRUB_IDS = ("message_id", "message_id_full", "reply_to_id", "reply_to_id_full")
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("label", SCRUB_LABELS)
+def test_scrub_ids_leave_every_labelled_block(label: str, indent: int | None) -> None:
+    """Each key in each position, for each label, in both layouts: what is left is the JSON that the
+    rest alone makes."""
+    for key in SCRUB_IDS:
+        for rest in ({}, {"a": 1}, {"a": "x", "b": [1, 2], "c": {"d": None}}):
+            for position in range(len(rest) + 1):
+                members = list(rest.items())
+                members.insert(position, (key, "e6d298e0"))
+                text = claw_block(label, dict(members), indent) + "Hello."
+                result, report = scrubbed(body_of("chat", ("user", text)), "chat")
+                left = re.sub(r"{\s+}", "{}", result["messages"][0]["content"])
+                assert left == claw_block(label, rest, indent) + "Hello."
+                assert (report.msg_ids_removed, report.items_modified) == (1, 1)
+
+
 scrub_forms = pytest.mark.parametrize(("dialect", "parts"), SCRUB_FORMS)
 # Values that mislead a search by text: quotes, braces, escapes, separators, and the keys' own
 # names.
@@ -2041,9 +2157,11 @@ SCRUB_VALUES = (
 @pytest.mark.parametrize("indent", [None, 2])
 @scrub_forms
 def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int | None) -> None:
-    """The same value as the id's own, before it, after it, nested; the user's blocks keep theirs."""
+    """The same value as the id's own, before it, after it, nested, and in the block of the system
+    prompt."""
     for value in SCRUB_VALUES:
         name = "x" if isinstance(value, (list, dict)) else value  # ids are plain
+        rest = {"before": value, "nested": {"list": [value, {"deep": value}]}, "after": value}
         ided = {"before": value, "message_id": name, "nested": {"list": [value, {"message_id": name, "deep": value}]},
                 "reply_to_id": name, "after": value, "message_id_full": name}  # fmt: skip
         schema = {"schema": "openclaw.inbound_meta.v1"}  # clients write it first
@@ -2060,14 +2178,15 @@ def test_scrub_ids_with_misleading_values(dialect: str, parts: bool, indent: int
             (dict(reversed(ided.items())), dict(reversed(inbound.items()))),
         ):
             turned = first is not ided
+            left = dict(reversed(rest.items())) if turned else rest
             meta = dict(reversed(head.items())) if turned else head
             body = body_of(dialect, ("system", claw_block("Meta", schema | second, indent)),
                               ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
             wanted = body_of(dialect, ("system", claw_block("Meta", schema | meta, indent)),
-                                ("user", claw_block(INFO, first, indent) + "Hello."), parts=parts)  # fmt: skip
+                                ("user", claw_block(INFO, left, indent) + "Hello."), parts=parts)  # fmt: skip
             result, report = scrubbed(body, dialect)
             assert result == wanted, value
-            assert report.msg_ids_removed == 2
+            assert report.msg_ids_removed == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -2114,6 +2233,54 @@ def test_scrub_members_equal_parsing(seed: int) -> None:
 )
 def test_scrub_members_leave_no_comma(before: str, after: str) -> None:
     assert kvproxy.IDS.sub("", before) == after
+
+
+@scrub_forms
+def test_scrub_blocks_in_a_row_and_stamps(dialect: str, parts: bool) -> None:
+    """Blocks of several kinds, an array, plain context lines, events; the stamp behind them or in
+    front."""
+    ids = {"message_id": "e6d298e0", "sender": "ann"}
+    chain = [{"message_id": 1, "body": "x", "reply_to_id": 2}, {"body": "y", "message_id": 2}]
+    lines = "Conversation context (untrusted, chronological, selected for current message):\n#14 Sun 2026-11-29 18:18:30 UTC Ann: hi\n\n"
+    event = "System: [2026-11-29 17:27:02 UTC] Reminder: tea.\n\n"
+
+    def text(info: Any, replies: Any, stamp: str, front: str) -> str:
+        middle = claw_block(INFO, info, 2) + claw_block(MARKED, info, fence="") + event
+        return front + middle + lines + claw_block(SCRUB_LABELS[6], replies, 2) + stamp + "Hello."
+
+    left = ({"sender": "ann"}, [{"body": "x"}, {"body": "y"}])
+    for stamp, front in ((STAMP, ""), ("", STAMP), ("", "")):
+        turns = ("system", CLAW), ("user", text(ids, chain, stamp, front))
+        result, report = scrubbed(body_of(dialect, *turns, parts=parts), dialect)
+        turns = ("system", CLAW), ("user", text(*left, "", ""))
+        assert result == body_of(dialect, *turns, parts=parts)
+        assert (report.msg_ids_removed, report.ts_removed) == (5, int(bool(stamp or front)))
+
+
+def test_scrub_only_the_start_of_a_turn_is_the_clients() -> None:
+    """A part of its own may hold the blocks; a part behind the person's words was pasted or
+    attached."""
+    block, left = claw_block(INFO, {"message_id": 1, "a": 1}), claw_block(INFO, {"a": 1})
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+    def turn(*texts: str) -> dict[str, Any]:
+        return {
+            "messages": [
+                {"role": "system", "content": CLAW},
+                {
+                    "role": "user",
+                    "content": [image, *({"type": "text", "text": text} for text in texts)],
+                },
+            ]
+        }
+
+    assert scrubbed(turn(block, STAMP + "Hello."), "chat")[0] == turn(left, "Hello.")
+    assert scrubbed(turn("", STAMP + "Hello."), "chat")[0] == turn("", "Hello.")
+    assert scrubbed(turn("Look at the file:", STAMP + "log line"), "chat")[1].edits() == 0
+    assert scrubbed(turn("Look at the file:", block), "chat")[1].edits() == 0
+    assert scrubbed(turn(STAMP + "Look:", STAMP + "log line"), "chat")[0] == turn(
+        "Look:", STAMP + "log line"
+    )
 
 
 SCRUB_INBOUND_HEADERS = (
@@ -2205,6 +2372,31 @@ def test_scrub_inbound_among_other_json() -> None:
         result, report = scrubbed(body, "messages")
         assert result["system"] == text % (left, left)
         assert report.msg_ids_removed == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "system", "user"), [("0", False, False), ("system", True, False), ("1", True, True)]
+)
+@scrub_forms
+def test_scrub_strip_message_ids_modes(
+    dialect: str, parts: bool, mode: str, system: bool, user: bool
+) -> None:
+    meta, info = (
+        {"schema": "openclaw.inbound_meta.v2", "message_id": "1"},
+        {"message_id": "2", "a": 1},
+    )
+
+    def body(system: bool, user: bool) -> dict[str, Any]:
+        head = {key: value for key, value in meta.items() if key == "schema" or not system}
+        block = {key: value for key, value in info.items() if key == "a" or not user}
+        made = body_of(dialect, ("system", claw_block("Meta", head)),
+                          ("user", claw_block(INFO, block) + "hi"), parts=parts)  # fmt: skip
+        return made
+
+    assert Config().strip_message_ids == "system"
+    result, report = scrubbed(body(False, False), dialect, strip_message_ids=mode)
+    assert result == body(system, user)
+    assert report.msg_ids_removed == system + user
 
 
 def scrub_guarded(dialect: str, user: str) -> dict[str, Any]:
@@ -2443,24 +2635,27 @@ SCRUB_SENT = {"message_id": "e6d298e0", "sender": "openclaw-control-ui"}
 @pytest.mark.parametrize(("path", "dialect"), SCRUB_ASKED)
 @pytest.mark.parametrize("parts", [False, True])
 def test_scrub_example_over_the_wire(scrub_wire: Rig, path: str, dialect: str, parts: bool) -> None:
-    """The inbound block on every path, the counting ones too: without its id, valid JSON."""
+    """The two metadata blocks and the stamp, on every path, the counting ones too: without id and
+    stamp, valid JSON."""
     unique = f"{path} {parts}"
 
-    def body(inbound: Any) -> dict[str, Any]:
+    def body(inbound: Any, sent: Any, stamp: str) -> dict[str, Any]:
         system = f"{unique}\n\n{claw_block(SCRUB_INBOUND_HEADERS[0], inbound, 2)}Be brief."
         return body_of(
             dialect,
             ("system", system),
-            ("user", claw_block(INFO, SCRUB_SENT) + STAMP + "Hello."),
+            ("user", claw_block(INFO, sent) + stamp + "Hello."),
             parts=parts,
         )
 
-    wanted = body({"schema": SCRUB_INBOUND["schema"], "channel": "webchat"})
-    raw = json.dumps(body(SCRUB_INBOUND), separators=(",", ":")).encode()
-    seen, line = scrub_ask(scrub_wire, path, raw)
+    inbound = {"schema": SCRUB_INBOUND["schema"], "channel": "webchat"}
+    wanted = body(inbound, {"sender": "openclaw-control-ui"}, "")
+    seen, line = scrub_ask(
+        scrub_wire, path, json.dumps(body(SCRUB_INBOUND, SCRUB_SENT, STAMP)).encode()
+    )
     assert seen.body == json.dumps(wanted, separators=(",", ":")).encode()
     assert seen.get("Content-Length") == str(len(seen.body))
-    counts = f"items={1 + (dialect == 'chat')} | ts_removed=0 | msg_ids_removed=1 | items_modified=1 | stream=False"
+    counts = f"items={1 + (dialect == 'chat')} | ts_removed=1 | msg_ids_removed=2 | items_modified=2 | stream=False"
     assert line.startswith(f"POST {path.split('?')[0]} | {counts}")
 
 
@@ -2489,7 +2684,8 @@ def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
     body = body_of(dialect, ("system", system), ("user", user), ("system", "later"))
     raw = json.dumps(body, indent=1).encode()
     off = {
-        "strip_message_ids": False,
+        "strip_message_ids": "0",
+        "strip_timestamps": "0",
         "strip_billing": False,
         "system_first": False,
         "lift": False,
@@ -2844,7 +3040,7 @@ def test_scrub_is_pure() -> None:
     result["messages"][1]["tool_calls"].clear()
     result["tools"].clear()
     assert body == scrub_guarded("chat", claw_block(INFO, {"message_id": 1}) + "x")
-    with pytest.raises(KeyError, match="smoke signals"):
+    with pytest.raises(ValueError, match="smoke signals"):
         kvproxy.scrub(body, Config(), "smoke signals")
 
 
@@ -6523,7 +6719,9 @@ def ex_chat(
 
 def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
     """A body as the ledger takes it."""
-    view = kvproxy.view_of(body, dialect_for(body))
+    view = kvproxy.view_of(
+        body, kvproxy.DIALECTS["chat/completions" if "messages" in body else "responses"]
+    )
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
     side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
@@ -7651,7 +7849,9 @@ EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
 @pytest.mark.parametrize("name", EX_SIDES)
 def test_explain_side_request(name: str) -> None:
     body, headers, side = EX_SIDES[name]
-    view = kvproxy.view_of(body, dialect_for(body))
+    view = kvproxy.view_of(
+        body, kvproxy.DIALECTS["chat/completions" if "messages" in body else "responses"]
+    )
     assert view is not None
     assert kvproxy.side_of(view, headers.get(kvproxy.AGENT_ID, "")) == side
 
@@ -15380,7 +15580,7 @@ def test_vendored_scrub() -> None:
     assert body["system"] == "You code." and report.billing_removed == 1
     assert json.dumps(billed) == before
     assert kvproxy.scrub({"a": 1})[1].note
-    with pytest.raises(KeyError, match="morse"):
+    with pytest.raises(ValueError, match="morse"):
         kvproxy.scrub(billed, dialect="morse")
 
 
