@@ -1484,7 +1484,7 @@ class History:
         self.units = units
         self.answers = [at for at, unit in enumerate(units) if unit.role == "assistant"]
         self.last = self.answers[-1] if self.answers else 0
-        self.opening = next((unit.words for unit in units if unit.role == "user"), b"")
+        self.opening = next((one.words or one.whole for one in units if one.role == "user"), b"")
         self.target = max([at for at, unit in enumerate(units) if unit.speaks], default=0)
         # What is behind the answer that precedes the newest words is new.
         self.newest = max([at for at in self.answers if at < self.target], default=0)
@@ -1938,7 +1938,7 @@ NOT_LETTERS = re.compile(r"[\W_]+")
 
 
 def plain(name: Any) -> str:
-    """An id without punctuation, which clients change."""
+    """An id without punctuation."""
     return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
 
 
