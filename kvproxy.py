@@ -38,7 +38,6 @@ import sys
 if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
     sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
 
-import bisect
 import codecs
 import collections
 import contextlib
@@ -730,17 +729,17 @@ def pays(view: View) -> bool:
     return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
 
-def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> None:
+def system_first(view: View, report: Report) -> None:
     """One system text, at the front: templates such as Qwen's refuse others ("System message must
     be at the beginning"). What may be said for one turn only becomes a reminder in the user turn
     beside it, or behind the results of a call."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    named = any((turn.item or {}).get("name") or beside_texts(turn)[0] for turn in systems)
+    named = any((turn.item or {}).get("name") or other_content(turn) for turn in systems)
     if named or not all(turn.slots() for turn in view.head + systems):
         return  # examples, or an unknown shape
-    front, kept, waiting = for_the_front(view, stays), list[Turn](), list[Turn]()
+    front, kept, waiting = for_the_front(view), list[Turn](), list[Turn]()
     staying = set(front)
     report.system_moved += len(systems) - (view.turns[0].role == "system" and not view.head)
     for turn in view.turns:
@@ -764,24 +763,24 @@ def system_first(view: View, report: Report, stays: Callable[[Turn], bool]) -> N
     view.turns = kept
 
 
-def for_the_front(view: View, stays: Callable[[Turn], bool]) -> list[Turn]:
+def for_the_front(view: View) -> list[Turn]:
     """The turns that make the system text: leading ones, but no short ones behind a long prompt,
     and the first later one if it is known to stay and no answer came before."""
     front = view.system()
     if pays(view):
-        front = front[:1] + [turn for turn in front[1:] if may_stay(turn, lambda _: True)]
+        long = [turn for turn in front[1:] if len(turn.text()) >= LONG_PROMPT or stays(turn)]
+        front = front[:1] + long
     for turn in view.turns[view.leading() :]:
-        if turn.role == "system" and may_stay(turn, stays):
+        if turn.role == "system" and stays(turn):
             return [*front, turn]
         if turn.role in ("system", "assistant", "tool"):
             break
     return front
 
 
-def may_stay(turn: Turn, stays: Callable[[Turn], bool]) -> bool:
-    """Whether a system message is known to stay: Claude Code's, or a long one."""
-    text = turn.text()
-    return text.startswith("# Environment\n") or (len(text) >= LONG_PROMPT and stays(turn))
+def stays(turn: Turn) -> bool:
+    """Whether a system message is known to stay: Claude Code's second one."""
+    return turn.text().startswith("# Environment\n")
 
 
 def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
@@ -822,7 +821,7 @@ def scrub(
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
-                system_first(view, report, lambda turn: False)
+                system_first(view, report)
         return json.loads(view.dump()), report
     except (RecursionError, Unreadable) as error:
         return payload, Report(note=str(error))
@@ -833,16 +832,16 @@ def scrub(
 # shares its front
 # ==================================================================================================
 
-Piece = tuple[list[Span], str]  # what one row found: where it stands, and what it says
+Piece = tuple[list[Span], str]  # where it stands, and what it says
 
 
 class Lift(NamedTuple):
-    """Something that a client writes into its system prompt and that varies. A row counts only
-    where it finds one piece outside of fences, or one that fills its fence."""
+    """What varies in a client's system prompts. It counts where just one piece is found outside of
+    fences, or fills its fence."""
 
-    label: str  # a short name that stays the same: who writes it, and what it is
+    label: str  # whose it is, and what
     find: Callable[[str], Iterable[Piece]]
-    fenced: bool = False  # counts inside of fences, too
+    fenced: bool = False  # counts in fences as well
 
 
 # 2026-12-01; 12/1/2026; December 1, 2026; Tue Dec 01 2026; Tuesday, December 1, 2026
@@ -864,19 +863,23 @@ _CLOCK = (
     rf"|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b|\b(?:{_DAY},? )?{_MONTH} \d{{1,2}}(?:,? \d{{4}})?"
     rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
+_FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
+_GIT = (  # a part of a snapshot of git
+    r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
+    rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
+    r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
+)
 
 
-def lines(label: str, marker: str, pattern: str) -> Lift:
-    """A row for whole lines that `pattern` matches; the marker stands in the first of them."""
-    compiled = re.compile(rf"(?:{pattern})[ \t]*(?:\n|\Z)")
+def lines(label: str, pattern: str, *markers: str) -> Lift:
+    """A row for whole lines with the markers."""
+    compiled = re.compile(rf"^(?:{pattern})[ \t]*(?:\n|\Z)", re.MULTILINE)
 
     def find(text: str) -> Iterator[Piece]:
-        at = 0
-        while (at := text.find(marker, at)) >= 0:
-            match = compiled.match(text, text.rfind("\n", 0, at) + 1)
-            if match:
-                yield [match.span()], match[0].strip()
-            at = match.end() if match else text.find("\n", at) + 1 or len(text)
+        if all(marker in text for marker in markers):
+            for match in compiled.finditer(text):
+                if all(marker in match[0] for marker in markers):
+                    yield [match.span()], match[0].strip()
 
     return Lift(label, find)
 
@@ -892,57 +895,30 @@ def inbound_member(name: str) -> Lift:
     return Lift(f"OpenClaw: {name}", find, fenced=True)
 
 
-_FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
-_GIT = (  # parts of a snapshot of git
-    r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
-    rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
-    r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
-)
-GIT_SNAPSHOT = re.compile(rf"^{_GIT}(?:\n+{_GIT})*\n?", re.MULTILINE)
-
-
-def git_snapshot(label: str, *needed: str) -> Lift:
-    """A row for a snapshot of git that has the parts that are needed."""
-
-    def find(text: str) -> Iterator[Piece]:
-        if all(part in text for part in needed):
-            for match in GIT_SNAPSHOT.finditer(text):
-                if all(part in match[0] for part in needed):
-                    yield [match.span()], match[0].strip()
-
-    return Lift(label, find)
-
-
 LIFTS = (
-    lines("OpenClaw: Current date", "urrent ", rf"Current date: {_DATE}"),
-    lines("OpenClaw: runtime", "| sessionId=",
-          r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*"),
-    lines("OpenClaw: sessions", " Sessions\n",
-          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+"),
+    lines("OpenClaw: runtime", r"Runtime: agent=[^\n]* \| sessionId=[0-9a-f-]{36}[^\n]*",
+          "| sessionId="),
+    lines("OpenClaw: sessions",
+          r"## \w+ Sessions\n(?=[^\n]*\bsessions_list\b)[^\n]+(?:\n- agent:[^\n]*)+",
+          " Sessions\n"),
     inbound_member("sender_id"),
     inbound_member("flags"),
-    lines("Claude Code: git status", "gitStatus: ",
-          rf"gitStatus: [^\n]*(?:\n+(?:Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*|{_GIT}))*"),
-    lines("Claude Code, Vibe, Home Assistant: Today's date", "Today's date",
-          rf"(?:Current time is {_HOURS}\. )?Today's date is {_DATE}\.?(?: \([A-Z][a-z]+\)\.?)?"),
-    lines("opencode, Kilo, Continue, Crush: Today's date", "Today's date",
-          rf"[ \t]*Today's date: {_DATE}"),
-    lines("Qwen Code: git status", "Current branch: ",
-          r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*"),
-    lines("Continue: git status", "gitStatus",
-          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>'),
-    git_snapshot("Vibe, hermes: git status", "Recent commits:"),
-    git_snapshot("Crush: git status", "Current branch: ", "tatus:"),
-    lines("hermes: Conversation started", "Conversation started: ",
-          rf"Conversation started: {_MOMENT}"),
-    lines("OpenHands: current time", "<CURRENT_DATETIME>",
-          r"<CURRENT_DATETIME>[^<]{0,200}</CURRENT_DATETIME>"),
-    lines("AnythingLLM, goose: current time", "<current",
-          r"<(current[-_]time|current_datetime)>[^<]{0,200}</\1>"),
-    lines("Copilot CLI: session", "Session ", rf"Session \w+: [^\n]*/{_UUID}"),
+    lines("Claude Code: git status",
+          rf"gitStatus: [^\n]*(?:\n+(?:Status: ?[^\n]*(?:\n[^\n<`~][^\n]*)*|{_GIT}))*",
+          "gitStatus: "),
+    lines("Claude Code, opencode: Today's date",
+          rf"[ \t]*(?:Current time is {_HOURS}\. )?Today's date(?: is|:) {_DATE}\.?"
+          r"(?: \([A-Z][a-z]+\)\.?)?", "Today's date"),
+    lines("Qwen Code: git status", r"git: Current branch: [^\n]*(?:\ngit: [^\n]*)*",
+          "Current branch: "),
+    lines("Continue: git status",
+          r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>', "gitStatus"),
+    lines("Vibe, hermes: git status", rf"{_GIT}(?:\n+{_GIT})*", "Recent commits:"),
+    lines("Crush: git status", rf"{_GIT}(?:\n+{_GIT})*", "Current branch: ", "tatus:"),
+    lines("Copilot CLI: session", rf"Session \w+: [^\n]*/{_UUID}", "Session "),
     *(
-        lines(f"Open WebUI, goose: Current {name}", "urrent ",
-              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}")
+        lines(f"OpenClaw, Open WebUI: Current {name}",
+              rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", f"urrent {name}")
         for name in ("date", "time", "date and time", "datetime")
     ),
 )  # fmt: skip
@@ -960,91 +936,71 @@ def own_lift(pattern: str) -> Lift:
                 start = text.rfind("\n", done, max(done, match.start())) + 1 or done
                 done = text.find("\n", match.end() - 1) + 1 or len(text)
                 spans.append((start, done))
-        if found := "".join(text[start:end] for start, end in spans).strip():
+        if found := "".join([text[start:end] for start, end in spans]).strip():
             yield spans, found
 
     return Lift(f"LIFT_REGEX: {pattern}", find, fenced=True)
 
 
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*(?:`{3,}(?![^\n]*`)|~{3,})", re.MULTILINE)
 
 
-def fences(text: str) -> list[tuple[int, int, int]]:
-    """Where a text's fenced blocks begin and end, and how many characters each holds."""
-    found: list[tuple[int, int, int]] = []
-    opening: re.Match[str] | None = None
-    for fence in FENCE.finditer(text):
-        mark, more = fence.groups()
-        if opening is None:
-            if "`" not in more:  # else it is code inside of a line
-                opening = fence
-        elif mark.startswith(opening[1]) and not more.strip():
-            start, end = opening.end(), fence.start()
-            found.append((start, end, len(text[start:end].strip())))
-            opening = None
-    return found
+def fenced(text: str, spans: list[Span], said: str) -> bool:
+    """Whether a piece stands in a fence together with other text."""
+    span = spans[0]
+    before = list(FENCE.finditer(text, 0, span[0]))
+    if len(before) % 2 == 0:
+        return False
+    start = text.find("\n", before[-1].end())
+    end = FENCE.search(text, span[1])
+    return text[start : end.start() if end else len(text)].strip() != said
 
 
-def counting(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Those pieces that do not stand in a fence together with other text."""
-    inside: list[tuple[int, int, int]] | None = None
-    for spans, said in pieces:
-        if inside is None:
-            inside = fences(text)
-        at = bisect.bisect_right(inside, spans[0][0], key=lambda fence: fence[1])
-        start, _, size = inside[at] if at < len(inside) else (len(text), 0, 0)
-        if spans[0][0] < start or len(said) == size:
-            yield spans, said
+Lifted = tuple[str, str]  # label of a row, text
+Cut = tuple[str, list[Lifted]]
 
 
-Lifted = tuple[str, str]  # a text taken out of the system prompt, behind the label of its row
-
-
-def lift_text(text: str, rows: Iterable[Lift]) -> tuple[str, list[Lifted]]:
-    """A system text without its volatile parts, and those parts."""
+def lift_text(text: str, rows: Iterable[Lift]) -> Cut:
+    """A system text without its volatile parts, and those."""
     found: list[Lifted] = []
     for row in rows:
-        pieces = row.find(text) if row.fenced else counting(text, row.find(text))
-        some = list(itertools.islice(pieces, 2))
-        if len(some) == 1:
-            spans, said = some[0]
+        pieces = list(itertools.islice(row.find(text), 16))
+        if not row.fenced:
+            pieces = [piece for piece in pieces if not fenced(text, *piece)]
+        if len(pieces) == 1:
+            spans, said = pieces[0]
             found.append((row.label, said))
             text = without(text, spans)
     return text, found
 
 
-# --- what was seen to vary ------------------------------------------------------------------------
-
-SENTENCE = re.compile(r"[^\n]*?[.!?](?= )|[^\n]+")  # of a line, or what is left of the line
 SURE = re.compile(  # values that vary by themselves
     rf"{_CLOCK}|\b{_UUID}\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}\b|\d{{6,}}"
     r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
 )
-MAY_VARY = re.compile(r"\d|day\b")  # else there is no such value
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-LISTED = re.compile(  # a line of a listing: of a tree, of files, of git status, of ls, of git log
+LISTED = re.compile(  # a line of a tree, of a list of files, of git status, of ls, of git log
     r"[ \t|`+\u2502]*(?:[\u251c\u2514]|[|`+]-- )|\?\? \S+\Z"
     r"|(?:[MADRCTU!][ MADRCTU]?|[ ][MADRCTU]) \S*[./]\S*\Z|[-dl][rwx-]{9}"
     r"|(?=[a-f]*\d)[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
 )
-LEARNED = "learned: "  # begins the labels of what was seen to vary
+LEARNED = "learned: "  # begins the labels of what was learned
 LEARNED_SHAPES = 64
-LEARNED_BLOCK = 4096  # characters
-LEARNED_TEXT = 1 << 18  # characters of a system text; longer ones are not compared
+LEARNED_LINE = 400  # a longer line says more than its value
+LEARNED_BLOCK = 4096
+LEARNED_TEXT = 1 << 18  # longer system texts are not compared
 
 
 class Shape(NamedTuple):
-    """What was seen to vary: a sentence or line of this form (values are `#`), or else whatever
-    stands between two lines."""
+    """What was seen to vary: a line of this form (values are `#`), or what is between two lines."""
 
     form: str = ""
     after: str = ""
     before: str = ""
 
     def name(self) -> str:
-        if self.form:
-            return f"{LEARNED}{self.form.strip()}"
-        return f"{LEARNED}block between {self.after!r} and {self.before!r}"
+        place = f"block between {self.after!r} and {self.before!r}"
+        return LEARNED + (self.form.strip() or place)
 
     def pattern(self) -> str:
         """A LIFT_REGEX for it."""
@@ -1053,38 +1009,28 @@ class Shape(NamedTuple):
         return rf"(?s)(?<={re.escape(self.after)}\n).*?(?=\n{re.escape(self.before)})"
 
     def row(self) -> Lift:
-        return Lift(self.name(), self.said if self.form else self.block)
+        return Lift(self.name(), self.line if self.form else self.block)
 
-    def said(self, text: str) -> Iterator[Piece]:
-        """The lines and sentences of this form."""
+    def line(self, text: str) -> Iterator[Piece]:
         marker, at = max(self.form.split("#"), key=len), 0
         for _ in range(8):
             if (at := text.find(marker, at)) < 0:
                 return
             start, at = text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1 or len(text)
             line = text[start:at].rstrip("\n")
-            if len(line) > LEARNED_BLOCK:
-                continue
-            if form_of(line) == self.form:
+            if len(line) <= LEARNED_LINE and form_of(line) == self.form:
                 yield [(start, at)], line.strip()
-                continue
-            for one in SENTENCE.finditer(line):
-                if form_of(one[0]) == self.form:
-                    space = one.start() == 0  # the others begin with theirs
-                    yield [(start + one.start(), start + one.end() + space)], one[0].strip()
 
     def block(self, text: str) -> Iterator[Piece]:
-        """The lines between the two, if those stand there once; told behind the one in front."""
+        """The lines between the two, told behind the one in front."""
         padded = f"\n{text}\n"  # so that each line has a newline at both ends
-        if padded.count(f"\n{self.after}\n") != 1:
-            return
-        start = padded.index(f"\n{self.after}\n") + len(self.after) + 1
+        start = padded.find(f"\n{self.after}\n") + len(self.after) + 1
         end = padded.find(f"\n{self.before}\n", start) if self.before else len(text)
         block = text[start:end].strip("\n")
-        if end < 0 or not block.strip() or end - start > LEARNED_BLOCK:
-            return
-        heading = self.after.strip() if len(self.after) <= 120 else ""
-        yield [(start, end)], f"{heading}\n{block}".strip("\n")
+        once = padded.count(f"\n{self.after}\n") == 1 and end - start <= LEARNED_BLOCK
+        if once and end >= 0 and block.strip():
+            heading = self.after.strip() if len(self.after) <= 120 else ""
+            yield [(start, end)], f"{heading}\n{block}".strip("\n")
 
 
 def lines_of(text: str) -> list[str]:
@@ -1092,34 +1038,20 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.split("\n") if line.strip()]
 
 
-def sure_form(text: str) -> str:
-    """A text with # for each value that varies by itself: a clock, an id, a long number."""
-    return SURE.sub("#", text) if MAY_VARY.search(text) else text
-
-
 def form_of(text: str) -> str:
-    """A text with # for each number as well."""
-    return NUMBER.sub("#", sure_form(text))
+    """A text with # for each value that varies by itself, and for each number."""
+    return NUMBER.sub("#", SURE.sub("#", text))
 
 
-def changed_form(old: str, new: str) -> str:
-    """The form of the one sentence in which two lines of one form differ, else of the line."""
-    before, after = SENTENCE.findall(old), SENTENCE.findall(new)
-    if len(before) == len(after):
-        differ = [new for old, new in zip(before, after, strict=True) if old != new]
-        if len(differ) == 1:
-            return form_of(differ[0])
-    return form_of(new)
+Change = tuple[int, int, list[str]]  # from and to which line, what stood there before
 
 
-def changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, list[str]]]:
-    """Where a text, given as lines, differs from an older one: from and to which line, and what
-    stood there before. Around it are lines that stand once in both."""
+def changes(old: list[str], new: list[str]) -> Iterator[Change]:
+    """Where lines differ from older ones, between lines that stand once in both."""
     counts, others = collections.Counter(new), collections.Counter(old)
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
-    for at, line in enumerate([*new, ""]):
-        place = places.get(line, -1) if at < len(new) else len(old)
+    for at, place in enumerate([*[places.get(line, -1) for line in new], len(old)]):
         if place > left:  # else it is new, or has moved
             if old[left + 1 : place] != new[right + 1 : at]:
                 yield right + 1, at, old[left + 1 : place]
@@ -1133,139 +1065,109 @@ class Learner:
         self.table = self.rows = rows
         self.shapes: dict[Shape, None] = {}
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
-        self.texts: dict[str, list[str]] = {}  # by the text, its lines
-        self.seen: dict[Any, frozenset[int]] = {}  # the values that something had, hashed
-        self.values: dict[str, int] = {}  # of shapes by their labels, hashed
-        self.misses: collections.Counter[str] = collections.Counter()  # that lifting them saved
+        self.texts: collections.deque[list[str]] = collections.deque(maxlen=16)
+        self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
         self.lock = threading.Lock()
 
-    def tell(self, label: str, text: str) -> None:
-        """Note the value that a shape has in a request: each new one would have been a miss."""
-        with self.lock:
-            self.misses[label] += label in self.values and self.values[label] != hash(text)
-            self.values[label] = hash(text)
-
     def add(self, shapes: Iterable[Shape]) -> None:
-        """Lift these from now on."""
         with self.lock:
             for shape in shapes:
                 if len(self.shapes) < LEARNED_SHAPES and shape not in self.shapes:
                     self.shapes[shape] = None
                     self.news.append(shape)
-            self.rows = self.table + tuple(shape.row() for shape in self.shapes)
+            self.rows = self.table + tuple([shape.row() for shape in self.shapes])
 
     def read(self, rest: str) -> None:
         """Learn what varies between a system text, after all lifts, and the closest before it."""
-        if rest in self.texts or len(rest) > LEARNED_TEXT:
+        mine = lines_of(rest)
+        if len(rest) > LEARNED_TEXT or mine in self.texts:
             return
-        mine, others = lines_of(rest), list(self.texts.values())
         own = set(mine)
-        closest = max(others, key=lambda lines: len(own.intersection(lines)), default=[])
-        alike = 2 * len(own.difference(closest)) <= len(mine)
-        if not alike and len(rest) <= LEARNED_BLOCK:
-            alike = list(map(form_of, mine)) == list(map(form_of, closest))
-        differing = list(changes(closest, mine)) if closest and alike else []
-        # Many small changes are as much as a large one.
+        closest = max(list(self.texts), key=lambda lines: len(own.intersection(lines)), default=[])
+        differing = list(changes(closest, mine))
         sizes = [500 + sum(map(len, gone + mine[at:end])) for at, end, gone in differing]
-        if sum(sizes) > 4 * LEARNED_BLOCK:
-            differing = []
-        shapes = [shape for change in differing for shape in self.judge(mine, *change)]
-        found = [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]
-        known = [*self.texts, rest]
-        if found:
-            self.add(found)
-            more = [shape.row() for shape in found if shape in self.shapes]
-            known = [lift_text(text, more)[0] for text in known]  # they differ no more
-        self.texts = {text: self.texts.get(text) or lines_of(text) for text in known[-16:]}
+        if 2 * len(own.difference(closest)) <= len(mine) and sum(sizes) <= 4 * LEARNED_BLOCK:
+            shapes = [shape for change in differing for shape in self.judge(mine, *change)]
+            if found := [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]:
+                self.add(found)
+                self.texts.clear()  # they differ in this
+                mine = lines_of(lift_text(rest, self.rows)[0])
+        self.texts.append(mine)
 
     def judge(self, lines: list[str], at: int, end: int, gone: list[str]) -> list[Shape]:
-        """What of a change varies: values that do by themselves, and listings, are known at once;
-        numbers, and blocks of any kind, when they had three values."""
+        """What of a change varies: values that do by themselves, and listings, at once; other
+        numbers and blocks when they had three values."""
         new = lines[at:end]
-        pairs: list[tuple[str, str]] = []
-        if len(gone) == len(new):
-            pairs = [one for one in zip(gone, new, strict=True) if one[0] != one[1]]
-        if pairs and all(form_of(old) == form_of(now) for old, now in pairs):
-            sure = any(sure_form(old) == sure_form(now) for old, now in pairs)
-            shapes = [Shape(changed_form(*pair)) for pair in pairs]
-            if all(re.search(r"[^\W\d_]{3}", shape.form) for shape in shapes):
-                named = zip(shapes, pairs, strict=True)
-                return [shape for shape, pair in named if sure or self.varies(shape, *pair)]
-        else:
-            sure = any(map(LISTED.match, gone + new))
-        place = self.borders(lines, at - 1, end)
-        varies = place and (sure or self.varies(place, tuple(gone), tuple(new)))
-        return [place] if place and varies else []
+        sure = any(map(LISTED.match, gone + new))
+        if list(map(form_of, gone)) == list(map(form_of, new)):
+            pairs = [pair for pair in zip(gone, new, strict=True) if pair[0] != pair[1]]
+            sure = any(SURE.sub("#", old) == SURE.sub("#", now) for old, now in pairs)
+            if all(re.search(r"[^\W\d_]{3}", form_of(now)) for _, now in pairs):
+                found = [(Shape(form_of(now)), old, now) for old, now in pairs]
+                return [one[0] for one in found if sure or self.varies(*one)]
+        block = self.block_around(lines, at - 1, end)
+        return [block] if block and (sure or self.varies(block, tuple(gone), tuple(new))) else []
 
-    def varies(self, shape: Shape, old: Any, new: Any) -> bool:
-        """Whether something had three values by now: two may be two modes of a client."""
+    def varies(self, shape: Shape, old: object, new: object) -> bool:
+        """Whether something had three values by now; two may be two modes of a client."""
         values = self.seen.get(shape, frozenset()) | {hash(old), hash(new)}
         remember(self.seen, shape, values)
         return len(values) > 2
 
-    def borders(self, lines: list[str], start: int, end: int) -> Shape | None:
-        """The block that a change is in, between two lines that stand once and list nothing."""
+    def block_around(self, lines: list[str], start: int, end: int) -> Shape | None:
+        """The block between two lines that stand once and list nothing."""
         counts = collections.Counter(lines)
         while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
             start -= 1
         while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
             end += 1
-        if start < 0 or sum(map(len, lines[start + 1 : end])) > LEARNED_BLOCK:
-            return None
-        return Shape("", lines[start], lines[end] if end < len(lines) else "")
+        size = sum(map(len, lines[start + 1 : end]))
+        before = lines[end] if end < len(lines) else ""
+        return Shape("", lines[start], before) if start >= 0 and size <= LEARNED_BLOCK else None
 
 
 class Lifter:
-    """Cuts volatile texts out of system prompts: by the table, by LIFT_REGEX, by what it learns."""
+    """Cuts volatile texts out of system prompts."""
 
     def __init__(self, config: Config) -> None:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
         self.learns = config.lift and config.learn
-        self.known: dict[Any, tuple[str, list[Lifted]]] = {}
-        self.begun: dict[int, tuple[tuple[Lift, ...], int]] = {}  # see cut_all()
+        self.begun: dict[int, tuple[tuple[Lift, ...], list[str], list[Cut]]] = {}
 
-    def cut(self, text: str, rows: tuple[Lift, ...]) -> tuple[str, list[Lifted]]:
-        """lift_text() with a memory: conversations share their system prompts."""
-        known = self.known.get((text, rows))
-        if known is None:
-            known = lift_text(text, rows)
-            if len(text) <= 1 << 17:
-                remember(self.known, (text, rows), known, 16)
-        return known
-
-    def cut_all(self, texts: list[str], conversation: int) -> list[tuple[str, list[Lifted]]]:
-        """The system texts of a conversation, each cut. It keeps the rows that it began with while
-        they lead to the prompt that was sent before; else it is read anew anyway."""
-        rows, sent = self.begun.get(conversation, (self.learner.rows, 0))
-        cut = [self.cut(text, rows) for text in texts]
-        if self.learns and sent != hash(tuple([rest for rest, _ in cut])):
+    def cut(self, texts: list[str], conversation: int) -> list[Cut]:
+        """The system texts of a conversation, each cut: by the rows that it began with while they
+        lead to the prompt that was sent before; else that is read anew anyway."""
+        rows, before, cut = self.begun.get(conversation, (self.learner.rows, [], []))
+        if texts == before:
+            return cut
+        sent = [rest for rest, _ in cut]
+        cut = [lift_text(text, rows) for text in texts]
+        if self.learns and sent != [rest for rest, _ in cut]:
             for text in texts:
-                self.learner.read(self.cut(text, self.learner.rows)[0])
+                self.learner.read(lift_text(text, self.learner.rows)[0])
             rows = self.learner.rows
-            cut = [self.cut(text, rows) for text in texts]
-            remember(self.begun, conversation, (rows, hash(tuple([rest for rest, _ in cut]))))
+            cut = [lift_text(text, rows) for text in texts]
+        if sum(map(len, texts)) <= LEARNED_TEXT >> 1:
+            remember(self.begun, conversation, (rows, texts, cut), 64)
         return cut
 
     def lift(self, view: View, conversation: int) -> list[Lifted]:
-        """Cut volatile texts out of the system prompt, in place, and return them, where it pays."""
+        """Cut volatile texts out of the system prompt, where it pays, and return them."""
         if not pays(view):
             return []
         turns = [turn for turn in view.system() if turn.slots()]
         texts = [slot.get() for turn in turns for slot in turn.slots()]
-        cut = iter(self.cut_all(texts, conversation))
+        cut = iter(self.cut(texts, conversation))
         found: dict[str, str] = {}
         for turn in turns:
             count, own = len(found), turn.own()
             for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
-                if found.keys().isdisjoint(label for label, _ in pieces):
+                if found.keys().isdisjoint([label for label, _ in pieces]):
                     slot.set(text)  # else another part has such a line, and this one stays
                     found.update(pieces)
             if len(found) > count:
                 put_back(view, turn, own)
-        for label, text in found.items():
-            if label.startswith(LEARNED):
-                self.learner.tell(label, text)
         return list(found.items())
 
 
@@ -1274,28 +1176,21 @@ class Lifter:
 # ==================================================================================================
 
 # A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
-# results; to each belong the carriers behind it (messages that are decoration only). Of each line
-# of requests the last one is recorded: what its units said, how they were forwarded, and the answer
-# that the server was heard to give. A request that goes on from a record has its units restored,
-# one by one, up to the first that its client really changed. Then what was lifted is set down,
-# unless the prompt says it already.
+# results, each with the carriers behind it (messages that are decoration only). Of each line of
+# requests the last one is recorded, as it came and as it was sent, and the answer that was heard. A
+# request that goes on from it has its units restored up to the first that its client really
+# changed. Then what was lifted is set down, unless it stands.
 
 # Carriers are made of these decorations. Of the others alone a person may have typed a message.
-CARRIED = frozenset(
-    ("block", "context", "event", "runtime", "internal", "reminder", "environment", "yours",
-     "tagged")
-)  # fmt: skip
-MOVED = frozenset(("runtime", "internal", "context"))  # carriers that OpenClaw moves to the end
-SPEAKERS = frozenset(("block", "context", "current", "reply", "line"))  # they tell who speaks
-REWRITABLE = frozenset(("reminder", "environment"))  # what a client rewrites in its first message
-REWRITTEN = "first "  # begins the labels of those
-PERSONAL = frozenset(("OpenClaw: sender_id", "OpenClaw: flags"))  # of the newest message
-ALIKE = 1000  # characters that no two conversations begin with by chance
-SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as the prompt has
-SAME_PLACE = 64  # lines that are remembered for one place in a history
+CARRIED = {"block", "context", "event", "runtime", "internal", "reminder", "environment",
+           "yours", "tagged"}  # fmt: skip
+MOVED = {"runtime", "internal", "context"}  # carriers that OpenClaw moves to the end
+PERSONAL = {"OpenClaw: sender_id", "OpenClaw: flags"}  # of the newest message
+SLACK = 12000  # bytes by which a prompt may be longer than twice what came
+SAME_PLACE = 64  # lines at one place in a history
+MOST_PLACES = 1 << 14
 MOST_COMPARED = 256  # records that are held against a request
-NUMBERED = re.compile(r"[A-Za-z]*\d{0,4}")  # an id that another conversation may have as well
-LONG_ANSWER = 32  # letters by which the beginning or the end of an answer is known again
+LONG_ANSWER = 32  # letters by which an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
 
@@ -1317,64 +1212,6 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, text[start:end]
 
 
-# What a program may have written at an end of a user text, though nobody described it: a block in
-# a tag, under a label in brackets, or of labelled JSON; a time in brackets; labelled lines with a
-# time. It counts as a part of the text everywhere but where a client takes it out of its history,
-# or puts a time in.
-PROGRAM_BLOCK = 8192  # characters, at most
-MOST_PROGRAMS = 8  # of one text
-_LABEL = r"\[[^\[\]\n]{2,200}\]"
-_TIME_LABEL = rf"\[(?=[^\]\n]{{0,120}}?(?:{_CLOCK}))[^\[\]\n]{{1,120}}\]"
-_NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
-_TIMED_LINES = (
-    rf"{_NAMED}(?=[^\n]{{0,120}}?(?:{_CLOCK}))[^\n]{{1,200}}(?:\n{_NAMED}[^\n]{{1,200}}){{0,19}}"
-)
-PROGRAMS = (  # how a block begins, and how it ends
-    (r"<(?P<tag>[A-Za-z][\w.:-]{1,60})(?: [^<>\n]{0,200})?>", "</(?P=tag)>"),
-    (r"[^\n`{}]{1,200}:\n```(?:json)?\n(?=[\[{])", r"\n```"),
-    (r"\[(?P<label>[\w -]{2,60})(?:[^\w\[\]\n -][^\[\]\n]{0,200})?\]\n", r"\n\[/(?P=label)\]"),
-)
-PROGRAM_LEAD = re.compile("|".join((
-    *(rf"{opening}(?s:.{{0,{PROGRAM_BLOCK}}}?){closing}" for opening, closing in PROGRAMS),
-    rf"{_TIMED_LINES}(?=\n\n|\Z)",
-    rf"{_TIME_LABEL}(?=[ \n]|\Z)",
-    r"\[[^\[\]\n]{1,100}: [^\[\]\n]{1,100}\](?=\n|\Z)",
-    rf"{_LABEL}\n(?s:.{{0,{PROGRAM_BLOCK}}}?)(?=\n\n)",
-)))  # fmt: skip
-PROGRAM_TAIL = re.compile("|".join((
-    *(rf"{opening}(?s:.*){closing}\Z" for opening, closing in PROGRAMS),
-    rf"{_LABEL}\n\{{(?s:.*)\}}\Z",
-    rf"{_TIME_LABEL}\Z",
-    rf"(?<=\n\n)(?:{_TIMED_LINES}|{_LABEL}(?:\n[^\n]+)*)\Z",
-)))  # fmt: skip
-TAIL_START = re.compile(r"\n(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```)")
-
-
-def program_tail(text: str) -> re.Match[str] | None:
-    """The block at the end of a text that a program may have written."""
-    window = max(0, len(text) - PROGRAM_BLOCK)
-    starts = [at + 2] if (at := text.rfind("\n\n", window)) >= 0 else []
-    if text.endswith((">", "}", "`", "]")):
-        starts += [one.end() for one in TAIL_START.finditer(text, window)][-8:]
-    return next(filter(None, (PROGRAM_TAIL.match(text, at) for at in reversed(starts))), None)
-
-
-def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() that takes what a program may have written for a decoration as well: tagged where
-    a message of nothing else is most likely no person's."""
-    found: list[Decoration] = []
-    for _ in range(MOST_PROGRAMS):
-        words = text.strip()
-        block = PROGRAM_LEAD.match(words) or program_tail(words)
-        if block is None:
-            break
-        named = block["tag"] is not None and not block["tag"].isalnum()
-        found.append(("tagged" if named else "program", block[0].strip()))
-        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
-        found += more
-    return found, text
-
-
 def text_end(text: str, start: int, end: int) -> int:
     """Where text[start:end] ends without the space behind it."""
     while end > start and text[end - 1].isspace():
@@ -1382,138 +1219,122 @@ def text_end(text: str, start: int, end: int) -> int:
     return end
 
 
+# What a program may have written at an end of a user text, though nobody described it. It is
+# restored if the client takes it out of its history.
+PROGRAM_BLOCK = 8192  # characters, at most
+_BODY = rf"(?s:.{{0,{PROGRAM_BLOCK}}}?)"
+_TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"  # a clock stands in the line
+_NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
+PROGRAM = re.compile("|".join((
+    rf"<(?P<tag>[A-Za-z][\w.:-]{{1,60}})(?: [^<>\n]{{0,200}})?>{_BODY}</(?P=tag)>",
+    rf"[^\n`{{}}]{{1,200}}:\n```(?:json)?\n(?=[\[{{]){_BODY}\n```",  # labelled JSON
+    rf"{_NAMED}{_TIMED}[^\n]{{1,200}}(?:\n{_NAMED}[^\n]{{1,200}}){{0,19}}(?=\n\n|\Z)",
+    rf"\[{_TIMED}[^\[\]\n]{{1,120}}\](?=[ \n]|\Z)",
+    r"\[[^\[\]\n]{2,200}\](?:\n[^\n]{1,400}){1,20}(?=\n\n|\Z)",
+)))  # fmt: skip
+TAIL_START = re.compile(r"\n(?:\n|(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```))")
+
+
+def program_block(text: str) -> re.Match[str] | None:
+    """A block at the start or the end of a text that a program may have written."""
+    starts = [found.end() for found in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
+    blocks = [PROGRAM.match(text), *(PROGRAM.fullmatch(text, at) for at in starts[:-9:-1])]
+    return next(filter(None, blocks), None)
+
+
+def strip_programs(text: str) -> tuple[list[Decoration], str]:
+    """undress() for what programs may have written; a message that is `tagged` alone is hardly a
+    person's."""
+    found: list[Decoration] = []
+    while len(found) < 8 and (block := program_block(words := text.strip())):
+        tagged = block["tag"] and not block["tag"].isalnum()
+        found.append(("tagged" if tagged else "program", block[0].strip()))
+        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
+        found += more
+    return found, text
+
+
 def digest(*parts: str | bytes) -> bytes:
-    """A short hash of some texts, the same in every process."""
-    data = [
-        one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass") for one in parts
-    ]
-    return hashlib.blake2b(b"\0".join(data), digest_size=12).digest()
+    """A short hash, the same in every process."""
+    texts = [one.encode("utf-8", "surrogatepass") if isinstance(one, str) else one for one in parts]
+    return hashlib.blake2b(b"\0".join(texts), digest_size=12).digest()
 
 
 class Said(NamedTuple):
-    """What a turn says. The hashes hold within this process."""
+    """What a turn says, as digests."""
 
-    words: int  # without decorations, reasoning, and the spelling of ids; 0: it says nothing
-    whole: int  # with decorations and arguments
+    words: bytes = b""  # without decorations, reasoning, and the spelling of ids
+    whole: bytes = b""
     blocks: tuple[Decoration, ...] = ()
     carrier: bool = False  # nothing but decorations
     speaks: bool = False  # somebody's words, before which lifted text can be set down
-    opening: bytes = b""  # digest of the words, the same in every process
     calls: tuple[Call, ...] = ()
 
 
-SILENT = Said(0, 0)
-NOTHING: dict[str, str] = {}
+SILENT = Said()
+
+
+def together(role: str, said: list[Said]) -> Said:
+    """What some turns say as one unit; the results of a batch say the same in any order."""
+    words = [one.words for one in said if one.words]
+    words = sorted(words) if role == "tool" else words
+    both = digest(*words) if len(words) > 1 else b"".join(words)
+    whole = digest(*[one.whole for one in said])
+    blocks = tuple([block for one in said for block in one.blocks])
+    calls = tuple([call for one in said for call in one.calls])
+    return Said(both, whole, blocks, False, any(one.speaks for one in said), calls)
 
 
 class Unit:
-    """A user turn, an answer, or a batch of tool results, and the carriers behind it. The first
-    unit of a request has only carriers: those in front of everything else."""
+    """A user turn, an answer or a batch of tool results, and the carriers behind it. The first unit
+    of a request has nothing but carriers."""
 
-    inserted = NOTHING  # what kvproxy set down in it, by label
+    stored: Unit | None = None  # as it was sent before
+    inserted: Mapping[str, str] = {}  # what was set down in it, by label
     dropped = False  # a carrier of it is not sent
-    answer: tuple[str, frozenset[str]] | None = None  # see spoken
+    kept: list[Turn] | None = None  # as sent, but for fixed() turns
+    heard = False  # an answer that the server was heard to give here
+    private = False  # what was sent says more than what came
 
-    def __init__(self, role: str, turns: list[Turn], said: list[Said]) -> None:
-        self.role = role
-        self.turns = turns  # and carriers
-        self.said = said
-        self.stored: Stored | None = None  # as it was sent before
-        first = said[0] if said else SILENT
-        self.words, self.whole, self.calls = first.words, first.whole, first.calls
-
-    def complete(self, role: str) -> list[Unit]:
-        """Sum up what it says, in front of a turn of that role. Carriers between two answers were
-        answered: they become units of their own, in which somebody speaks."""
-        parted = []
-        asked = role == "assistant" and self.role in ("assistant", "head")
-        while asked and self.said and self.said[-1].carrier:
-            said = self.said.pop()
-            said = Said(said.whole, said.whole, speaks=True, opening=said.opening)
-            parted.append(Unit("user", [self.turns.pop()], [said]))
-        words = [one.words for one in self.said if one.words]
-        if len(words) > 1:  # the results of a batch say the same in any order
-            words = [hash((self.role, *(sorted(words) if self.role == "tool" else words)))]
-        self.words = words[0] if words else 0
-        whole = [one.whole for one in self.said]
-        self.whole = whole[0] if len(whole) == 1 else hash((self.role, *whole))
-        self.calls = tuple([call for one in self.said for call in one.calls])
-        return parted[::-1]
-
-    def blocks(self) -> list[Decoration]:
-        """Its decorations, in order."""
-        return [block for one in self.said for block in one.blocks]
-
-    def speaks(self) -> bool:
-        return any(one.speaks for one in self.said)
-
-    def by_user(self) -> bool:
-        """Whether it is a user's message; in /v1/messages, results of tools are one as well."""
-        item = self.turns[0].item if self.turns else None
-        return self.role == "user" or (item is not None and item.get("role") == "user")
+    def __init__(self, role: str, turns: list[Turn]) -> None:
+        self.role, self.turns = role, turns
+        said = [turn.said or SILENT for turn in turns]
+        says = said[0] if len(said) == 1 else together(role, said)
+        if role == "user" and says.carrier:  # alone, it is what was answered
+            says = Said(says.whole, says.whole, speaks=True)
+        self.words, self.whole, self.blocks, _, self.speaks, self.calls = says
 
     def fixed(self) -> int:
-        """How many of its turns are never restored: answers and results, but not the carriers."""
-        return 0 if self.by_user() else sum([not one.carrier for one in self.said])
+        """How many of its turns are never restored: answers and results."""
+        item = self.turns[0].item if self.turns else None
+        if self.role == "user" or members(item).get("role") == "user":  # as in /v1/messages
+            return 0
+        return sum(1 for turn in self.turns if not (turn.said and turn.said.carrier))
 
-    @property
-    def spoken(self) -> tuple[str, frozenset[str]]:
-        """The letters of an answer, and the ids of its calls."""
-        if self.answer is None:  # cached_property has one lock for all, up to Python 3.11
-            texts = [turn.text() for turn in self.turns if turn.role == "assistant"]
-            ids = frozenset([plain(ident) for ident, _ in self.calls])
-            self.answer = letters("\n".join(texts)), ids
-        return self.answer
-
-
-def opening_of(units: list[Unit]) -> bytes:
-    """A digest of the first user's words, the same in every process."""
-    return next((unit.said[0].opening for unit in units if unit.role == "user"), b"")
+    def sent(self) -> object:
+        """What is restored, to be compared."""
+        return [turn.json() for turn in self.kept or ()], self.calls
 
 
 class History:
-    """The units of a request, and the places in it that the rules speak of; 0: there is none."""
+    """The units of a request, and places among them; 0: there is none."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self.first = next((at for at, unit in enumerate(units) if unit.role == "user"), 0)
-        self.last = 0  # answer
-        self.target = 0  # the newest user turn in which somebody speaks
-        self.newest = 0  # the answer that precedes it: what is behind that is new
-        for at in range(len(units) - 1, 0, -1):
-            if units[at].role == "assistant":
-                self.last = self.last or at
-                if self.target:
-                    self.newest = at
-                    break
-            elif not self.target and units[at].speaks():
-                self.target = at
-        behind = [block for unit in units[self.last :] for block in unit.blocks()]
-        self.moved = MOVED.intersection(kinds_of(behind))  # kinds of carriers behind that
-
-
-class Stored(NamedTuple):
-    """A unit as it was forwarded. Turns (but fixed ones) are kept only where they differ from the
-    client's, or may be restored later."""
-
-    words: int
-    whole: int
-    blocks: tuple[Decoration, ...] = ()  # as they were sent
-    came: tuple[Decoration, ...] = ()  # as the client had them last
-    turns: list[Turn] | None = None
-    inserted: dict[str, str] = NOTHING
-    calls: tuple[Call, ...] = ()  # of tool calls or results, as they were sent first
-    heard: bool = False  # an answer that the server was heard to give at this place
-    private: bool = False  # what was sent says more than another conversation may be told
-
-    def form(self) -> object:
-        """What is restored, so that two records can be compared."""
-        return [turn.json() for turn in self.turns or ()], self.calls
+        self.answers = [at for at, unit in enumerate(units) if unit.role == "assistant"]
+        self.last = self.answers[-1] if self.answers else 0
+        self.opening = next((one.words or one.whole for one in units if one.role == "user"), b"")
+        self.target = max([at for at, unit in enumerate(units) if unit.speaks], default=0)
+        # What is behind the answer that precedes the newest words is new.
+        self.newest = max([at for at in self.answers if at < self.target], default=0)
+        behind = units[self.last :] if self.last else []
+        kinds = [kind for unit in behind for kind, _ in unit.blocks]
+        self.moved = MOVED.intersection(kinds)  # kinds of carriers behind the last answer
 
 
 class Heard(NamedTuple):
-    """What the server was heard to say: letters and digits at its beginning and its end, and the
-    ids of its tool calls. `complete`: the beginning is all of it."""
+    """What the server was heard to say: letters at the beginning and the end, and ids of tool
+    calls. `complete`: the beginning is all of it."""
 
     opening: str = ""
     closing: str = ""
@@ -1521,17 +1342,8 @@ class Heard(NamedTuple):
     complete: bool = False
 
 
-UNREAD = Heard()  # there was an answer, but it could not be read
-ANY = Heard("*")  # a capture holds no answers: what the client says next was the answer
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Line:
-    """A line of requests: its last one, the places that lead to it, and the bytes it takes."""
-
-    record: Record | None = None
-    places: list[int] = dataclasses.field(default_factory=list)
-    size: int = 0
+UNREAD = Heard()  # an answer that could not be read
+ANY = Heard("*")  # in a capture: what the client says next was the answer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -1540,70 +1352,51 @@ class Record:
 
     conversation: str
     newest: int  # place of the answer before the newest user turn
-    line: Line  # which it belongs to, or did
-    units: list[Stored] = dataclasses.field(default_factory=list)
-    kept: list[int] = dataclasses.field(default_factory=list)  # places of those with turns
+    line: int  # number of the line of requests that it belongs to
+    units: list[Unit] = dataclasses.field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
-    tap: Tap | None = None  # what has been relayed of an answer on its way
-    relayed: tuple[tuple[bytes, bytes], Heard] = (b"", b""), UNREAD  # as read last
+    tap: Tap | None = None  # what was relayed of an answer on its way
 
     def heard(self) -> Heard | None:
-        """What the client can have heard by now."""
+        """What the client has heard by now."""
         tap = self.tap
-        if tap is None:
-            return self.answer
-        windows = tap.windows()
-        if self.relayed[0] != windows:  # more of it came
-            self.relayed = windows, heard_answer(answer_events(*windows))
-        return self.relayed[1]
+        return self.answer if tap is None else heard_answer(answer_events(*tap.windows()))
 
 
-class Lines:
-    """Lines by the places in histories where their requests ended; the least recently used go
-    first. The lock is held for single steps, not for work that grows with a request."""
+class Bounded:
+    """Values of so many bytes by their keys; the least recently used go first. The lock is held for
+    single steps."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
-        self.limit, self.size = limit, 0  # bytes
-        self.by_place: dict[int, list[Line]] = {}
-        self.used: collections.OrderedDict[Line, None] = collections.OrderedDict()
+        self.limit, self.size = limit, 0
+        self.values: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
-    def put(self, record: Record, place: int, size: int) -> None:
-        """Let its line lead to a record, which ends at `place` and takes `size` bytes."""
-        line = record.line
+    def get(self, key: int) -> Any:
         with self.lock:
-            line.record = record
-            lines = self.by_place.setdefault(place, [])
-            if line not in lines:
-                lines.append(line)
-                line.places.append(place)
-                del lines[:-SAME_PLACE]
-            self.size += size - line.size
-            line.size = size
-            self.used[line] = None
-            self.used.move_to_end(line)
-        while self.size > self.limit and self.used:
-            self.drop(next(iter(self.used)))
+            if key in self.values:
+                self.values.move_to_end(key)
+            return self.values.get(key, (None, 0))[0]
 
-    def drop(self, line: Line) -> None:
-        """Forget a line: its client's next request is read anew."""
+    def drop(self, key: int) -> None:
         with self.lock:
-            if line not in self.used:
-                return
-            del self.used[line]
-            self.size -= line.size
-            line.record = None
-        for place in line.places:
-            with self.lock:
-                lines = [one for one in self.by_place.get(place, ()) if one is not line]
-                if lines:
-                    self.by_place[place] = lines
-                else:
-                    self.by_place.pop(place, None)
+            gone = self.values.pop(key, (None, 0))
+            self.size -= gone[1]
+
+    def put(self, key: int, value: Any, size: int) -> None:
+        self.drop(key)
+        gone = []  # is freed without the lock
+        with self.lock:
+            if size <= self.limit >> 1:
+                self.values[key] = value, size
+                self.size += size
+            while self.size > self.limit:
+                gone.append(self.values.popitem(last=False)[1])
+                self.size -= gone[-1][1]
 
 
 class Asker(NamedTuple):
-    """Whose request it is, how many bytes it has, and whether anything is learned from it."""
+    """Whose request it is, its bytes, and whether it is learned from."""
 
     client: bytes = b""
     size: int = 1 << 62
@@ -1613,505 +1406,341 @@ class Asker(NamedTuple):
 ANYBODY = Asker()
 
 
-class Match(NamedTuple):
-    """The record that a request goes on from, and how many units they have in common; whether the
-    one behind is an answer that the server was heard to give."""
-
-    depth: int = 0
-    record: Record | None = None
-    answered: bool = False
-
-
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations: for explain, and to note the answer."""
+    """Where a request stands among conversations."""
 
     conversation: str = ""
     record: Record | None = None
     whose: int = 0  # a hash of the client and the dialect
-    opening: bytes = b""  # a hash of the first user's words
+    opening: bytes = b""  # a digest of the first user's words
+
+    def key(self, words: str, calls: frozenset[str]) -> int:
+        """An answer, with the first question if it is short, tells its conversation."""
+        opening = b"" if len(words) >= LONG_ANSWER else self.opening
+        return hash((self.whose, opening, words, calls))
 
 
 class Replay:
-    """Restores what a client took out of its history, and sets down what was lifted. Safe to use
-    from many threads; nothing of one client reaches another."""
+    """Restores what a client took out of its history, and sets down what was lifted."""
 
     def __init__(self, config: Config) -> None:
-        self.lines = Lines(config.replay_mb << 20)
+        self.lines = Bounded(config.replay_mb << 20)  # their records
+        self.by_place: dict[int, list[int]] = {}  # the lines whose requests ended at a place
+        self.numbers = itertools.count()
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.learns = config.learn
-        self.roles: dict[int, bool] = {}  # see stays()
         self.names: dict[int, str] = {}  # conversations by their answers
 
     def size(self) -> int:
-        """Bytes held, roughly."""
-        return self.lines.size + self.tools.size
-
-    def stays(self, view: View, turn: Turn, client: bytes) -> bool:
-        """Whether a system message behind the first user text was seen to stay in a history, before
-        this conversation began."""
-        first = next((one for one in view.turns if one.role == "user"), turn)
-        seen = hash((client, view.dialect.name, turn.text()))
-        begun = hash((seen, first.text(), *[one.text() for one in view.system()]))
-        if begun not in self.roles:
-            remember(self.roles, begun, seen in self.roles)
-        if any(one.role == "assistant" for one in view.turns):
-            remember(self.roles, seen, True)
-        return self.roles.get(begun, False)
+        return self.lines.size + self.tools.known.size
 
     def said(self, turn: Turn) -> Said:
-        """What a turn says; remembered with the turn."""
         if turn.said is None:
-            turn.said = self.read(turn)
+            turn.said = SILENT if turn.role == "reasoning" else self.read(turn)
         return turn.said
 
     def read(self, turn: Turn) -> Said:
-        if turn.role == "reasoning":
-            return SILENT
-        fields = call_fields(turn.item or {})
+        item, told = turn.item or {}, turn.text().strip()
+        fields, others = call_fields(item), other_content(turn)
         calls = tuple([one.call() for one in fields])
-        beside, more = beside_texts(turn, fields)
-        plain_text = turn.text().strip()
-        if turn.item is not None and turn.item.get("role") != "user":
-            said = hash((turn.role, plain_text, *beside))
-            return Said(said, said, calls=calls)
+        beside = sorted([f"{plain(one.call()[0])} {one.said}" for one in fields]) + others
+        whole = digest(turn.role, told, *beside)
+        if item and item.get("role") != "user":
+            return Said(whole, whole, calls=calls)
         undressed = [self.undress(slot.get()) for slot in turn.slots()]
         blocks = [block for found, _ in undressed for block in found]
-        text = "\n".join([words for _, words in undressed if words])
-        carrier = False
-        if plain_text and not text and not beside:
-            carrier = turn.item is not None and any(kind in CARRIED for kind, _ in blocks)
-            if not carrier:  # a person may have typed it
-                text, blocks = plain_text, []
-        words = hash(("user", text, *sorted(beside))) if text or beside else 0
-        whole = hash(("user", plain_text, *beside))
-        return Said(words, whole, tuple(blocks), carrier, bool(text) or more, digest(text), calls)
+        words = "\n".join([words for _, words in undressed if words])
+        alone = bool(told) and not words and not beside
+        carrier = alone and bool(item) and any(kind in CARRIED for kind, _ in blocks)
+        if alone and not carrier:  # a person may have typed it
+            words, blocks = told, []
+        said = digest("user", words, *beside) if words or beside else b""
+        return Said(said, whole, tuple(blocks), carrier, bool(words or others), calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that knows the user's own decorations as well, and finds those of programs."""
+        """undress() that also finds what REPLAY_REGEX describes, and what programs wrote."""
         blocks, words = undress(text)
         for pattern in self.patterns:
-            found = [match[0].strip() for match in pattern.finditer(words)]
-            if any(found):
+            found = [("yours", match[0].strip()) for match in pattern.finditer(words) if match[0]]
+            if found:
                 more, words = undress(pattern.sub("", words).strip())
-                blocks = [*blocks, *[("yours", one) for one in found if one], *more]
-        if self.learns:
-            more, words = strip_programs(words)
-            blocks = [*blocks, *more]
-        return blocks, words.strip()
+                blocks += found + more
+        more, words = strip_programs(words) if self.learns else ([], words)
+        return blocks + more, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The turns behind the system prompt as units; the first one for what precedes them."""
-        units = [unit := Unit("head", [], [])]
-        grown = carried = False  # the unit has more than its first turn, and ends with a carrier
-        for turn in view.turns[view.leading() :]:
-            role = "assistant" if turn.role == "reasoning" else turn.role
-            said = turn.said or self.said(turn)
-            if said.carrier or (unit.role == role != "user" and not carried):
-                unit.turns.append(turn)
-                unit.said.append(said)
-                grown, carried = True, said.carrier
+        """The turns behind the system prompt, as units."""
+        groups: list[tuple[str, list[Turn]]] = [("head", [])]
+        carriers: list[Turn] = []  # not in a group yet
+        for turn in [*view.turns[view.leading() :], None]:
+            if turn is not None and (turn.said or self.said(turn)).carrier:
+                carriers.append(turn)
                 continue
-            if grown:
-                units += unit.complete(role)
-            units.append(unit := Unit(role, [turn], [said]))
-            grown = carried = False
-        return units + unit.complete("assistant")
+            role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
+            before, turns = groups[-1]
+            if role == "assistant" and before in ("head", "assistant"):
+                groups += [("user", [one]) for one in carriers]  # they were answered, or will be
+            else:
+                turns += carriers
+            if turn is not None and (carriers or before != role or role == "user"):
+                groups.append((role, [turn]))
+            elif turn is not None:
+                turns.append(turn)
+            carriers = []
+        return [Unit(*group) for group in groups]
 
-    def conversation(self, view: View, opening: bytes | None = None) -> str:
+    def conversation(self, view: View) -> str:
         """A conversation's name, from its system prompt and the first user's words."""
-        opening = opening_of(self.units(view)) if opening is None else opening
+        opening = History(self.units(view)).opening
         return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
-    def name(self, view: View, trace: Trace, units: list[Unit]) -> str:
-        """conversation(), but one whose front was rewritten is known by the first answer that it
-        has, and what that was said to."""
-        first = next((unit for unit in units if unit.role == "assistant"), None)
-        said = first.spoken if first is not None else ()
-        for key in ((trace.whose, trace.opening, *said), (trace.whose, *said)) if said else ():
-            if known := self.names.get(hash(key)):
-                return known
-        return self.conversation(view, trace.opening)
-
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note which conversation an answer belongs to. By itself it tells that, unless others may
-        get the same: a few words, or calls with ids that are names and numbers."""
-        if not answer.complete:
-            return
-        said = answer.opening, answer.calls
-        remember(self.names, hash((trace.whose, trace.opening, *said)), trace.conversation)
-        random_ids = any(not NUMBERED.fullmatch(call) for call in answer.calls)
-        if random_ids or len(answer.opening) >= LONG_ANSWER:
-            remember(self.names, hash((trace.whose, *said)), trace.conversation)
+        """Note whose answer it is, should the conversation's front be rewritten."""
+        if answer.complete:
+            remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
 
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, set lifted text down, drop carriers that stand there already."""
+        """Restore history, set lifted text down, and drop carriers that stand there already."""
         units = history.units
         whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
         places = [place := hash((place, unit.words)) for unit in units]
-        match = self.find(history, places, asker.learn)
-        kept: list[int] = []
-        if match.record is not None:
-            for unit, stored in zip(units[: match.depth], match.record.units, strict=False):
-                unit.stored = stored
-            kept = [at for at in match.record.kept if at < match.depth]
-            if sum([restored_bytes(units[at]) for at in kept]) > asker.size + SLACK:
-                if asker.learn:
-                    self.lines.drop(match.record.line)
-                match, kept = Match(), []
-        trace = Trace(whose=whose, opening=opening_of(units))
-        record = match.record
-        trace.conversation = record.conversation if record else self.name(view, trace, units)
+        depth, known = self.find(history, places, asker.learn)
+        for unit, stored in zip(units[:depth], known.units if known else (), strict=False):
+            unit.stored = stored
+        trace = Trace(whose=whose, opening=history.opening)
+        first = units[history.answers[0]] if history.answers else Unit("", [])
+        name = known.conversation if known else self.names.get(trace.key(*spoken(first)))
+        trace.conversation = name or self.conversation(view)
         report.tools_restored += self.tools.apply(view, asker)
-        depth, pending = settle_insertions(history, match.depth, kept, dict(lifted))
-        for unit in units[depth:]:
-            unit.stored = None  # it goes as it came
-        for unit in units[:depth]:
-            known = unit.stored
-            if known and (known.turns is not None or known.calls != unit.calls):
-                report.replayed += restore(unit, known)
+        kept, pending = settle_insertions(history, depth, dict(lifted))
+        for at, unit in enumerate(units):
+            if at >= kept:
+                unit.stored = None  # it goes as it came
+            elif (old := unit.stored) and (old.kept is not None or old.calls != unit.calls):
+                report.replayed += restore(unit, old)
         report.lifted += len(lifted)
         if pending:
-            insert_lifted(view, history, depth, pending)
-        self.drop_moved(history, report)
+            insert_lifted(view, history, kept, pending)
+        if history.moved:
+            self.drop_moved(history, report)
         view.turns = view.turns[: view.leading()]
         for unit in units:
             view.turns += unit.turns
-        if asker.learn:
-            self.learn(trace, history, places, match)
+        if known and asker.learn and size_of(view.turns) > 2 * asker.size + SLACK:
+            self.lines.drop(known.line)
+        elif asker.learn:
+            self.learn(trace, history, places, depth, known)
         return trace
 
-    def find(self, history: History, places: list[int], learn: bool) -> Match:
-        """The record that agrees the furthest. Where several do, and would send different text,
-        nothing is restored from there on."""
-        units = history.units
-        best = (0, 0)
+    def find(self, history: History, places: list[int], learn: bool) -> tuple[int, Record | None]:
+        """The record that agrees the furthest, and how many units it restores: none from where on
+        several would send different text."""
+        units, best = history.units, (0, 0)
         found: list[tuple[tuple[int, int], Record]] = []
-        edited: list[tuple[int, Line]] = []
-        for at in range(len(units) - 1, 0, -1):
+        for at in reversed(history.answers):
             if at <= best[0]:
                 break
-            if units[at].role != "assistant":
-                continue
-            for line in self.lines.by_place.get(places[at - 1], [])[::-1]:  # the newest first
-                record = line.record
+            edited = []
+            for line in self.by_place.get(places[at - 1], [])[::-1]:  # the newest first
+                record = self.lines.get(line)
                 if record is not None and len(found) < MOST_COMPARED:
                     evidence = agreement(record, units[at], at)
                     depth = reach_of(history, record, at, evidence)
-                    reach = (depth, evidence if depth == at else 0)
-                    found.append((reach, record))
-                    best = max(best, reach)
+                    found.append(((depth, evidence if depth == at else 0), record))
+                    best = max(best, found[-1][0])
                     if evidence == 2 and depth < at:
-                        edited.append((at, line))
-        depth, evidence = best
-        for at, line in edited:
-            if at > depth and learn:
+                        edited.append(line)
+            for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
-        rivals = [one for one in found if one[0] in (best, (depth, 1))]
+        depth, evidence = best
         if not depth or evidence == 1:
-            return Match()
-        record = next(record for reach, record in rivals if reach == best)
-        common = depth
-        for _, other in rivals:
-            for at in range(common if other is not record else 0):
-                mine, theirs = record.units[at], other.units[at]
-                if mine is not theirs and mine != theirs and mine.form() != theirs.form():
-                    common = at
-                    break
-        while 0 < common < len(units) and units[common].role != "assistant" and units[common].calls:
-            common -= 1  # results go with their calls
-        if not common:
-            return Match()
-        return Match(common, record, common == depth and evidence == 2)
+            return 0, None
+        record = next(record for reach, record in found if reach == best)
+        rivals = [one for reach, one in found if reach in (best, (depth, 1)) and one is not record]
+        for at, unit in enumerate(record.units[:depth]):
+            others = [one.units[at] for one in rivals if one.units[at] is not unit]
+            if any(unit.sent() != other.sent() for other in others):
+                depth = at
+                break
+        while 0 < depth < len(units) and units[depth].role != "assistant" and units[depth].calls:
+            depth -= 1  # results go with their calls
+        return (depth, record) if depth else (0, None)
 
     def drop_moved(self, history: History, report: Report) -> None:
-        """Take out a carrier behind the last answer that says what the one of its kind before it
-        says: OpenClaw moves them along."""
-        if not (history.last and history.moved):
-            return
-        standing: dict[str, str] = {}
+        """Take out a carrier behind the last answer that repeats the one of its kind before it."""
+        standing: dict[str, bytes] = {}
         for at, unit in enumerate(history.units):
-            kept = []
-            for turn in unit.turns:
-                said, text = self.said(turn), turn.text().strip()
+            for turn in list(unit.turns):
+                said = self.said(turn)
                 kind = said.blocks[0][0] if said.carrier else ""
-                if kind in MOVED and at >= history.last and standing.get(kind) == text:
+                if kind in MOVED and at >= history.last and standing.get(kind) == said.whole:
+                    unit.turns.remove(turn)
                     unit.dropped = True
                     report.dropped += 1
-                else:
-                    standing[kind] = text
-                    kept.append(turn)
-            unit.turns = kept
+                standing[kind] = said.whole
 
-    def learn(self, trace: Trace, history: History, places: list[int], match: Match) -> None:
-        """Record a request as it is forwarded."""
+    def learn(
+        self, trace: Trace, history: History, places: list[int], depth: int, known: Record | None
+    ) -> None:
+        """Record a request, which goes on from the one that is known."""
         units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
-        record = trace.record = Record(trace.conversation, history.newest, Line())
-        known = match.record
-        if known and known.line.record is known and match.depth == len(known.units):
-            record.line = known.line  # it goes on; else it branches off
-        size = 500 + 150 * len(units)
-        before = known.units[: match.depth] if known else []
+        goes_on = known and depth == len(known.units) and self.lines.get(known.line) is known
+        line = known.line if known and goes_on else next(self.numbers)  # else it branches off
+        record = trace.record = Record(trace.conversation, history.newest, line)
+        size = 500 + 400 * len(units)
         for at, unit in enumerate(units):
-            old = unit.stored
-            if old is not None and old.turns is None and old.whole == unit.whole:
-                record.units.append(old)  # the usual case, in long histories
-                continue
-            answered = match.answered and at == match.depth
-            heard = before[at].heard if at < len(before) else answered
-            stored = store(history, at, heard)
-            record.units.append(stored)
-            if stored.turns is not None:
-                record.kept.append(at)
-                size += 3 * sum([len(turn.json()) for turn in stored.turns])
-        if size <= self.lines.limit >> 1:
-            self.lines.put(record, places[len(units) - 1], size)
-        elif known:
-            self.lines.drop(known.line)
+            sent = unit.stored or unit
+            if sent is unit:
+                unit.heard = known is not None and at <= depth and agreement(known, unit, at) == 2
+                keep(unit)
+            elif sent.whole != unit.whole:
+                sent = copy.copy(sent)
+                sent.whole, sent.private = unit.whole, True
+            record.units.append(sent)
+            size += 3 * size_of(sent.kept or [])
+        self.lines.put(line, record, size)
+        place = places[len(units) - 1]
+        with self.lines.lock:
+            others = [one for one in self.by_place.pop(place, ()) if one != line]
+            self.by_place[place] = [*others, line][-SAME_PLACE:]
+            if len(self.by_place) > MOST_PLACES:
+                del self.by_place[next(iter(self.by_place))]
 
 
-def store(history: History, at: int, heard: bool) -> Stored:
-    """How a unit is recorded."""
-    unit, first = history.units[at], history.units[history.first]
-    old, came = unit.stored, tuple(unit.blocks())
-    keep = at >= history.newest or unit is first  # they may have to be restored, though unchanged
-    if old is not None and old.whole != unit.whole:
-        return old._replace(whole=unit.whole, came=came, heard=heard, private=True)
-    if old is not None:
-        settled = not (keep or old.blocks or old.inserted)
-        return old._replace(turns=None) if settled else old
-    private = not PERSONAL.isdisjoint(unit.inserted)
-    if not all(map(is_time, unit.inserted.values())):
-        private = private or sum([len(turn.text()) for turn in first.turns]) < ALIKE
-    turns = [storable(turn) for turn in unit.turns[unit.fixed() :]]
-    restorable = unit.inserted or unit.dropped or (turns and (keep or came))
-    kept = turns if restorable else None
-    return Stored(
-        unit.words, unit.whole, came, came, kept, unit.inserted, unit.calls, heard, private
-    )
-
-
-def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
-    """How many units before the answer at `at` a record can restore. Without evidence, see
-    agreement(), only those that came as they came before, unless what was sent is private."""
-    heard, end = 0, at
-    for place, stored in enumerate(record.units[:at]):
-        unit = history.units[place]
-        if unit.whole != stored.whole and not fits(history, stored, place, record.newest):
-            end = place
-            break
-        if stored.heard:
-            heard = place
-    if end == at and evidence:
-        return at
-    for place, stored in enumerate(record.units[heard:end], heard):
-        if stored.private or stored.whole != history.units[place].whole:
-            return place
-    return end
-
-
-def fits(history: History, stored: Stored, place: int, newest: int) -> bool:
-    """Whether a unit is what was sent, with its decorations left as they were, taken out when it
-    stopped being the newest, or rewritten in the first message. What was new in the record began
-    behind the place `newest`."""
-    blocks = history.units[place].blocks()
-    mine = collections.Counter([text for _, text in blocks])
-    sent = collections.Counter([text for _, text in stored.blocks])
-    if mine in (sent, collections.Counter([text for _, text in stored.came])):
-        return True  # in another order or shape
-    if place >= newest:  # a client may add to its history when a message came
-        told = "\n".join(sent)
-        for text in mine - sent:
-            if MESSAGE_TIME.fullmatch(text) and all(date in told for date in DATE.findall(text)):
-                del mine[text]
-    if not mine <= sent:
-        return place == history.first and rewritten(history, stored)
-    if place < newest:
-        return False  # once history, it has been settled
-    if place < history.newest:
-        return True
-    return all(kind in history.moved for kind, text in stored.blocks if text in sent - mine)
-
-
-def rewritten(history: History, stored: Stored) -> bool:
-    """Whether the first message has blocks with other texts, which can be set down elsewhere:
-    nothing was withdrawn, nobody's words are among them, no later message says something newer."""
-    blocks, before = history.units[history.first].blocks(), stored.came
-    if kinds_of(blocks) != kinds_of(before):
-        return False
-    speaker = kinds_of(history.units[history.target].blocks())
-    if not SPEAKERS.isdisjoint(kinds_of(blocks) + speaker):
-        return False
-    later = [block for unit in history.units[history.first + 1 :] for block in unit.blocks()]
-    for (kind, now), (_, old) in zip(blocks, before, strict=True):
-        if now == old:
-            continue
-        rivals = [text for one, text in later if one == kind]
-        heading = old.splitlines()[1:2]  # behind the tag
-        changed = set(old.splitlines()) ^ set(now.splitlines())
-        newer = rivals if kind == "environment" else says_anew([*heading, *changed], rivals)
-        if kind not in REWRITABLE or newer or withdraws(old, now):
-            return False
-    return True
-
-
-def kinds_of(blocks: Iterable[Decoration]) -> list[str]:
-    return [kind for kind, _ in blocks]
-
-
-def restored_bytes(unit: Unit) -> int:
-    """How many bytes restoring a unit adds to a request."""
-    if unit.stored is None or unit.stored.turns is None:
-        return 0
-    sent, came = unit.stored.turns, unit.turns[unit.fixed() :]
-    return sum([len(turn.json()) for turn in sent]) - sum([len(turn.json()) for turn in came])
-
-
-def restore(unit: Unit, stored: Stored) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything."""
-    changed = bool(stored.calls) and respell(unit, stored.calls)
-    if stored.turns is None:
-        return changed
-    came = unit.turns[(fixed := unit.fixed()) :]
-    sent = [turn.item for turn in stored.turns]
-    if came == stored.turns or sent == [storable(turn).item for turn in came]:
-        return changed
-    unit.turns[fixed:] = stored.turns
-    return True
+def keep(unit: Unit) -> None:
+    """Keep of a unit that was sent first what may have to be restored."""
+    if unit.inserted or unit.dropped or unit.blocks:
+        unit.kept = [storable(turn) for turn in unit.turns[unit.fixed() :]]
+    unit.private = not PERSONAL.isdisjoint(unit.inserted)
+    unit.turns = []
 
 
 def storable(turn: Turn) -> Turn:
-    """A turn as it is kept: without cache_control, which moves from turn to turn."""
+    """A turn without cache_control, which moves along."""
     item = bare(turn.item or {"role": "user", "content": turn.text()})
     if isinstance(content := item.get("content"), list):
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
     return turn if item == turn.item else turn_of(item)
 
 
-# --- lifted text ----------------------------------------------------------------------------------
+def size_of(turns: list[Turn]) -> int:
+    return sum([len(turn.json()) for turn in turns])
 
-DATE = re.compile(r"\d{4}-\d\d-\d\d")
-MESSAGE_TIME = re.compile(
-    r"\[(?:(?:[A-Za-z]{1,20} ){0,2}(?:[Tt]ime|[Dd]ate|[Ss]ent|[Rr]eceived)(?: at)?:? )?"
-    r"\d{4}-\d\d-\d\d[T \d:.Z+-]{0,30}\]"
-)
+
+def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
+    """How many units before the answer at `at` a record restores; without evidence for that, those
+    before one that was heard, and what came as it came before."""
+    depth, alike = 0, True
+    for place, stored in enumerate(record.units[:at]):
+        unit = history.units[place]
+        if unit.whole != stored.whole and not fits(history, stored, place, record.newest):
+            return depth
+        alike = stored.heard or (alike and unit.whole == stored.whole and not stored.private)
+        if alike:
+            depth = place + 1
+    return at if evidence else depth
+
+
+def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
+    """Whether a unit is what was sent, with its decorations as they were, or taken out when it
+    stopped being the newest. `newest`: in the request that was sent."""
+    came = collections.Counter(history.units[place].blocks)
+    sent = collections.Counter(stored.blocks)
+    if came == sent:
+        return True  # in another order or shape
+    if place >= newest:  # a client may add to its history when a message came
+        told = [text for _, text in stored.blocks]
+        for kind, text in came - sent:
+            time = MESSAGE_TIME.fullmatch(text)
+            if time and any(time[1] in one for one in told):
+                del came[kind, text]
+    if not came <= sent or place < newest:
+        return False  # once history, it has been settled
+    return place < history.newest or all(kind in history.moved for kind, _ in sent - came)
+
+
+def restore(unit: Unit, stored: Unit) -> bool:
+    """Put a unit's stored form in its place; whether that changed anything."""
+    changed = bool(stored.calls) and respell(unit, stored.calls)
+    came = [storable(turn).item for turn in unit.turns[unit.fixed() :]]
+    if stored.kept is None or [turn.item for turn in stored.kept] == came:
+        return changed
+    unit.turns[unit.fixed() :] = stored.kept
+    return True
+
+
+MESSAGE_TIME = re.compile(r"\[(?:[\w ]{0,30}[Tt]ime: )?(\d{4}-\d\d-\d\d)[T \d:.Z+-]{0,30}\]")
 CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
 
 
-def is_time(text: str) -> bool:
-    """Whether a lifted text is a line with a date or a clock."""
-    return len(text) < 120 and "\n" not in text and ANY_TIME.search(text) is not None
-
-
-def about(line: str) -> str:
-    """What a line is about: what stands before a colon, else all but its values."""
-    return form_of(line).partition(":")[0].strip()
-
-
-LISTING = re.compile(rf"{LISTED.pattern}|\s*(?:[-*+`~]|\d+[.)]|\Z)")  # of any kind
-
-
-def about_block(line: str) -> str | None:
-    """about() for a block that was seen to vary, where lines without a colon may say anything, and
-    those of listings (None) come and go."""
-    if LISTING.match(line):
-        return None
-    return about(line) if ":" in line else ""
-
-
-def withdraws(before: str, after: str, label: Callable[[str], str | None] = about) -> bool:
-    """Whether a text has nothing in the place of a line that it had, which may not stand on: no
-    other line with its `label`."""
-    old, new = collections.Counter(before.splitlines()), collections.Counter(after.splitlines())
-    gone = collections.Counter(map(label, (old - new).elements()))
-    gone.pop(None, 0)
-    return not gone <= collections.Counter(map(label, (new - old).elements()))
+def topics(text: str) -> collections.Counter[str]:
+    """What the lines of a text are about: what stands before a colon; else anything (""). Listings
+    and tags do not count."""
+    lines = [line for line in lines_of(text) if line[0] != "<" and not LISTED.match(line)]
+    labelled = [form_of(line).split(":") for line in lines]
+    return collections.Counter([one[0].strip() if one[1:] else "" for one in labelled])
 
 
 def settle_insertions(
-    history: History, depth: int, kept: list[int], lifted: dict[str, str]
+    history: History, depth: int, wanted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """How many of the `depth` units may be restored, and what has then to be set down, by label, so
-    that the newest value of each stands last.
-
-    What the client no longer has must not stand on: from the unit that holds it on, its own form
-    goes. So does the newest user turn if answers stand behind it (a tool loop) and something new
-    has to be set down; only a clock time may wait. `kept`: places where something may stand.
-    """
-    wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
-    first = history.units[history.first]
-    if first.stored is not None and history.first < depth:
-        for number, (kind, now) in enumerate(first.blocks()):
-            if kind in REWRITABLE:
-                label = f"{REWRITTEN}{number}"
-                wanted[label], since[label] = now, history.first
-                standing[label] = now if (kind, now) in first.stored.blocks else ""
-    for at in kept:
-        stored = history.units[at].stored
-        for label, text in stored.inserted.items() if stored and at < depth else ():
-            standing[label] = text
-            since.setdefault(label, at)
-    gone = [
-        since[label]
-        for label, text in standing.items()
-        if label not in wanted
-        or (label.startswith(LEARNED) and withdraws(text, wanted[label], about_block))
-    ]
-    if gone:
-        return settle_insertions(history, min(gone), kept, lifted)
-    pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
-    if not pending or history.target >= depth:
-        return depth, pending
-    but_clocks = [
-        label in standing and CLOCK_TIME.sub("", standing[label]) == CLOCK_TIME.sub("", text)
-        for label, text in pending.items()
-    ]
-    if all(but_clocks):
-        return depth, {}
-    return settle_insertions(history, history.target, kept, lifted)
+    """How many of the `depth` units may be restored, and what has then to be set down, so that the
+    newest value stands last. From a unit that holds what the client no longer has, its own form
+    goes; from the newest user turn, if something is new in a tool loop: only a clock may wait."""
+    while True:
+        standing: dict[str, str] = {}
+        since: dict[str, int] = {}
+        for at, unit in enumerate(history.units[:depth]):
+            if unit.stored and unit.stored.inserted:
+                standing.update(unit.stored.inserted)
+                since = {**dict.fromkeys(unit.stored.inserted, at), **since}
+        gone = [
+            since[label]
+            for label, text in standing.items()
+            if label not in wanted
+            or (label.startswith(LEARNED) and not topics(text) <= topics(wanted[label]))
+        ]
+        if gone:
+            depth = min(gone)
+            continue
+        pending = {label: text for label, text in wanted.items() if standing.get(label) != text}
+        if not pending or history.target >= depth:
+            return depth, pending
+        but_clock = {label: CLOCK_TIME.sub("", text) for label, text in standing.items()}
+        if all(CLOCK_TIME.sub("", pending[label]) == but_clock.get(label) for label in pending):
+            return depth, {}
+        depth = history.target
 
 
 def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn; where nothing of the prompt has
-    been read, in the first one. What is said behind them may be newer: so they stand in front of a
-    decoration that says something of the kind."""
-    place = next(at for at, unit in enumerate(history.units) if unit.speaks())
+    """Put texts in front of what is said in the newest user turn, or in the first one if no history
+    is known; and in front of decorations that may tell something newer."""
+    place = next(at for at, unit in enumerate(history.units) if unit.speaks)
     if depth > place or not PERSONAL.isdisjoint(pending):
         place = history.target
     unit = history.units[place]
     unit.inserted = pending
-    lifted = [text for label, text in pending.items() if not label.startswith(REWRITTEN)]
-    pieces = [reminder("\n\n".join(lifted))] if lifted else []
-    pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
-    text = "\n\n".join(pieces)
-    at = max(at for at, said in enumerate(unit.said) if said.speaks)
-    turn = unit.turns[at] = unit.turns[at].own()
+    text = reminder("\n\n".join(pending.values()))
+    turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
     if not slots:
         part = {"type": view.dialect.text, "text": text}
         Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
         return
-    newer = says_anew(pending.values(), [block for _, block in unit.blocks()])
+    told = "\n".join([block for _, block in unit.blocks])
+    dated = ANY_TIME.search(told) and ANY_TIME.search(text)
+    newer = dated or (topics(told) & topics(text)).keys() - {""}
     spoken = [slot for slot in slots if undress(slot.get())[1].strip()]
     slot = slots[0] if newer or not spoken else spoken[-1]
-    slot.set(text + "\n\n" + slot.get())
-
-
-def says_anew(texts: Iterable[str], decorations: list[str]) -> bool:
-    """Whether decorations say something of the kind of lifted texts."""
-    told = "\n".join(decorations).splitlines()
-    lifted = "\n".join(texts).splitlines()
-    dated = [line for line in told if "date" in line or "time" in line]
-    if any(map(is_time, lifted)) and any(map(ANY_TIME.search, dated)):
-        return True
-    return not set(map(about, told)).isdisjoint({*map(about, lifted)} - {""})
+    slot.set(f"{text}\n\n{slot.get()}")
 
 
 class Editor:
@@ -2125,34 +1754,31 @@ class Editor:
         """Edit a view in place. Raises Unreadable."""
         config, replay = self.config, self.replay
         report.items = len(view.turns)
-        if not (config.scrub and view.dialect.edited):
-            return Trace(replay.conversation(view))
-        if goes_on_elsewhere(view):
+        edited = config.scrub and view.dialect.edited
+        if edited and goes_on_elsewhere(view):
             report.note = "it goes on from what the server has stored"
-            return Trace(replay.conversation(view))
-        self.scrubber.apply(view, report)
-        if config.system_first:
-            seen = replay.stays if config.replay else lambda *_: False
-            system_first(view, report, lambda turn: seen(view, turn, asker.client))
-        if not config.replay:
+            edited = False
+        if edited:
+            self.scrubber.apply(view, report)
+            if config.system_first:
+                system_first(view, report)
+        if not (edited and config.replay):
             return Trace(replay.conversation(view))
         history, lifted = History(replay.units(view)), list[Lifted]()
         if history.target:  # else it could not be set down
-            first = history.units[history.first].words
-            lifted = self.lifter.lift(view, hash((asker.client, view.dialect.name, first)))
+            talk = hash((asker.client, view.dialect.name, history.opening))
+            lifted = self.lifter.lift(view, talk)
         trace = replay.apply(view, history, lifted, report, asker)
         report.items_modified += report.replayed + bool(report.lifted or report.system_moved)
         return trace
 
-
-# --- answers, calls and results -------------------------------------------------------------------
 
 Call = tuple[str, str]  # id, name
 NOT_LETTERS = re.compile(r"[\W_]+")
 
 
 def plain(name: Any) -> str:
-    """An id without punctuation, which some clients change."""
+    """An id without punctuation."""
     return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
 
 
@@ -2165,9 +1791,15 @@ def letters(text: str) -> str:
     return NOT_LETTERS.sub("", text) or text.strip()
 
 
+def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
+    """An answer's letters, and the ids of its calls."""
+    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+    return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in unit.calls])
+
+
 def agreement(record: Record, unit: Unit, at: int) -> int:
-    """Whether a unit is the answer that the server was heard to give behind the first `at` units of
-    a record (2: yes, 0: no, 1: it could not be read); a long one by its beginning or its end."""
+    """Whether a unit is the answer that was heard behind `at` units of a record (2: yes, 0: no, 1:
+    it was unread); a long one is known by its beginning or its end."""
     if len(record.units) > at:
         return 2 if record.units[at].heard and record.units[at].words == unit.words else 0
     answer = record.heard()
@@ -2175,158 +1807,123 @@ def agreement(record: Record, unit: Unit, at: int) -> int:
         return 0
     if answer is ANY or answer is UNREAD:
         return 2 if answer is ANY else 1
-    said, calls = unit.spoken
+    said, calls = spoken(unit)
     if answer.calls or calls:
-        part = not answer.complete and bool(calls & answer.calls)
-        return 2 if calls == answer.calls or part else 0
+        part = calls & answer.calls if not answer.complete else None
+        return 2 if part or calls == answer.calls else 0
     if answer.complete and said == answer.opening:
         return 2 if said else 0
-    for heard in (answer.opening, answer.closing):
-        if min(len(heard), len(said)) >= LONG_ANSWER:
-            longer, shorter = (heard, said) if len(heard) > len(said) else (said, heard)
-            if longer.startswith(shorter) or longer.endswith(shorter):
-                return 2
+    for one in (answer.opening, answer.closing):
+        shorter, longer = sorted((one, said), key=len)
+        if len(shorter) >= LONG_ANSWER and (longer.startswith(shorter) or longer.endswith(shorter)):
+            return 2
     return 0
 
 
-CALL_PARTS = ("tool_use", "tool_result")
-
-
 class CallField(NamedTuple):
-    """Where an object says which call it is about."""
+    """An object that says which call it is, or is about."""
 
     holder: Json
     key: str  # of the id
-    named: Json | None  # has the name, or would
-    said: str  # the call's arguments, or its result
+    named: Json | None  # has the call's name
+    said: str  # its arguments, or its result
 
     def call(self) -> Call:
         return str(self.holder.get(self.key)), str(members(self.named).get("name") or "")
 
 
 def call_fields(item: Json) -> list[CallField]:
-    """The places of an item that hold ids of calls, in order."""
     found = []
-    for call in filter(members, listed(item.get("tool_calls"))):
-        function = members(call.get("function"))
-        found.append(CallField(call, "id", function, canonical(function.get("arguments"))))
-    for part in map(members, listed(item.get("content"))):
-        if part.get("type") == "tool_use":
-            found.append(CallField(part, "id", part, canonical(part.get("input"))))
-        elif part.get("type") == "tool_result":
-            found.append(CallField(part, "tool_use_id", None, canonical(part.get("content"))))
-    if "tool_call_id" in item:
-        found.append(CallField(item, "tool_call_id", item, ""))
-    elif "call_id" in item:
-        named = item if str(item.get("type")).endswith("_call") else None
-        said = canonical(item.get("arguments", item.get("input")))
-        found.append(CallField(item, "call_id", named, said))
+    parts = [*listed(item.get("tool_calls")), *listed(item.get("content")), item]
+    for part in filter(members, parts):
+        kind = str(part.get("type"))
+        key = next((key for key in ("tool_call_id", "call_id", "tool_use_id") if key in part), "id")
+        if key != "id" or "function" in part or kind == "tool_use":
+            function = members(part.get("function")) or part
+            said = function.get("arguments", function.get("input"))
+            said = part.get("content") if key == "tool_use_id" else said
+            named = None if kind.endswith(("_result", "_output")) else function
+            found.append(CallField(part, key, named, canonical(said)))
     return found
 
 
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
-    if isinstance(value, dict):
-        return _sorted_json(value)
-    texts = []
-    for part in value if isinstance(value, list) else [value]:
-        text = part.get("text") if members(part).get("type") == "text" else part
-        texts.append(text if isinstance(text, str) else _sorted_json(text))
-    said = "\n".join(texts)
-    if said[:1] == "{":
+    if isinstance(value, list):
+        value = "\n".join(
+            [str(part.get("text") or _sorted_json(part)) for part in map(members, value)]
+        )
+    if isinstance(value, str) and value[:1] == "{":
         with contextlib.suppress(ValueError, RecursionError):
-            return _sorted_json(json.loads(said))
-    return said
+            value = json.loads(value)
+    return value if isinstance(value, str) else _sorted_json(value)
 
 
-def beside_texts(turn: Turn, fields: Iterable[CallField] = ()) -> tuple[list[int], bool]:
-    """Hashes of what a turn says beside its texts (`fields`: its calls and results), and whether
-    more is among it: images, a name."""
-    item, content = turn.item or {}, turn.holder.get(turn.key)
-    said = [hash((plain(one.holder.get(one.key)), one.said)) for one in fields]
-    count = len(said)
-    for part in map(members, content if isinstance(content, list) else [content]):
-        if part and part.get("type") not in UNSAID_PARTS + CALL_PARTS:
-            said.append(hash(_sorted_json(bare(part))))
-    if turn.role == "user" and "name" in item:
-        said.append(hash(str(item["name"])))
-    return said, len(said) > count
+def other_content(turn: Turn) -> list[str]:
+    """What a turn says beside its texts, calls and results: images, a user's name."""
+    unsaid = (*UNSAID_PARTS, "tool_use", "tool_result")
+    content = turn.holder.get(turn.key)
+    parts = [part for part in listed(content) or [content] if members(part)]
+    found = [_sorted_json(bare(part)) for part in parts if part.get("type") not in unsaid]
+    name = (turn.item or {}).get("name") if turn.role == "user" else None
+    return [*found, str(name)] if name else found
 
 
 def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
-    """Give calls or results the ids, names and order of the first time; whether they changed."""
+    """Give calls or results their first ids, names and order; whether that changed anything."""
     spelled = {plain(ident): (ident, name) for ident, name in first}
-    mine = sorted([plain(ident) for ident, _ in unit.calls])
-    if unit.calls == first or len(spelled) != len(first) or mine != sorted(spelled):
+    if unit.calls == first or sorted(spelled) != sorted([plain(ident) for ident, _ in unit.calls]):
         return False
-    rank = {ident: place for place, ident in enumerate(spelled)}
-    last = len(rank)
-    turns: list[tuple[int, Turn]] = []
+    places = {ident: place for place, ident in enumerate(spelled)}
+    ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
-        fields = call_fields(item)
-        for holder, key, named, _ in fields:
-            holder[key], name = spelled[plain(str(holder.get(key)))]
-            if named is not None and named.get("name", "") != name:
+        rank = len(places)
+        for holder, key, named, _ in call_fields(item):
+            ident = plain(str(holder.get(key)))
+            rank = min(rank, places[ident])
+            holder[key], name = spelled[ident]
+            if named is not None and name:
+                named["name"] = name
+            elif named is not None:
                 named.pop("name", None)
-                if name:
-                    named["name"] = name
-        parts = listed(item.get("content"))
-        parts.sort(key=lambda part: rank.get(plain(members(part).get("tool_use_id")), last))
-        place = min([last, *[rank[plain(one.call()[0])] for one in fields]])
-        turns.append((place, turn_of(item) if fields else turn))
+        listed(item.get("content")).sort(
+            key=lambda part: places.get(plain(members(part).get("tool_use_id")), len(places))
+        )
+        ranked.append((rank, turn_of(item) if rank < len(places) else turn))
     if unit.role == "tool":
-        turns.sort(key=lambda one: one[0])
-    unit.turns = [turn for _, turn in turns]
+        ranked.sort(key=lambda one: one[0])
+    unit.turns = [turn for _, turn in ranked]
     return True
 
 
-# --- tools: first-seen form, first-seen order -----------------------------------------------------
-
-
 class Tools:
-    """The forms and the order in which tools were sent first. Bounded; safe for many threads."""
+    """The forms and the order in which a client sent tools first."""
 
     def __init__(self, limit: int) -> None:
-        self.lock = threading.Lock()
-        self.limit, self.size = limit, 0  # bytes
+        self.known = Bounded(limit)  # by client and tool: (rank, form)
         self.ranks = itertools.count()
-        self.known: collections.OrderedDict[int, tuple[int, str]] = collections.OrderedDict()
-        self.forms: dict[int, tuple[Any, dict[int, str]]] = {}  # see read()
+        self.last: tuple[Any, dict[int, str]] = None, {}  # tools as read last
 
     def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
-        """The rank and the form of a tool when a client, or else the warm-up, sent it first."""
-        places = [hash((client, name)) for client in (asker.client, ANYBODY.client)]
-        with self.lock:
-            for place in places:
-                if place in self.known:
-                    self.known.move_to_end(place)
-                    return self.known[place]
-            new = next(self.ranks), form
-            if asker.learn and len(form) <= self.limit >> 1:
-                self.known[places[0]] = new
-                self.size += 300 + len(form)
-            while self.size > self.limit:
-                self.size -= 300 + len(self.known.popitem(last=False)[1][1])
-        return new
-
-    def read(self, tools: list[Json]) -> dict[int, str]:
-        """The JSON of each tool, by a hash of what it says; the Reader's lists are shared."""
-        known = self.forms.get(id(tools))
-        if known is None or known[0] is not tools:
-            bared = map(bare, tools)
-            known = tools, {hash(_sorted_json(tool)): json.dumps(tool) for tool in bared}
-            if sum(map(len, known[1].values())) <= 1 << 18:
-                remember(self.forms, id(tools), known, 16)
-        return known[1]
+        """Rank and form of a tool when the client, or the warm-up, sent it first."""
+        mine, warm = hash((asker.client, name)), hash((ANYBODY.client, name))
+        first: tuple[int, str] = self.known.get(mine) or self.known.get(warm)
+        if not first:
+            first = next(self.ranks), form
+            if asker.learn:
+                self.known.put(mine, first, 300 + len(form))
+        return first
 
     def apply(self, view: View, asker: Asker) -> bool:
-        """Send tools in the form and order in which they were sent first, new ones at the end;
-        whether that changed anything."""
+        """Send tools as they were sent first, new ones last; whether that changed anything."""
         tools = view.body.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return False
-        forms = self.read(tools)
+        last, forms = self.last
+        if last is not tools:  # the Reader's lists are shared
+            forms = {hash(_sorted_json(tool)): json.dumps(tool) for tool in map(bare, tools)}
+            self.last = tools, forms
         if len(forms) != len(tools):
             return False  # one stands there twice
         first = sorted([self.first(asker, name, form) for name, form in forms.items()])
@@ -5192,8 +4789,7 @@ class Pages:
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
-            saved = counted(learner.misses[shape.name()], "long read")
-            rows += ITEM.format(tag("span", f"{words}; saved {saved}"), copied(setting))
+            rows += ITEM.format(tag("span", words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:

@@ -3174,39 +3174,14 @@ def talk(
     return body_of(dialect, *history[:-1], system=system)
 
 
-def test_scrub_roles_long_message_that_was_seen_to_stay_moves_to_the_front(
-    client: RpClient,
-) -> None:
-    """But not in a conversation that began before that was seen, nor for another client."""
-    rules, short = "Rules. " * 300, "Be brief."
-
-    def talk(first: str, text: str, *more: Turn) -> list[Turn]:
-        return [("user", first), ("system", text), *more]
-
-    went_on: list[Turn] = [("assistant", "ok"), ("user", "go on")]
-    for text in (rules, short):
-        before = client.send(talk("one", text))
-        assert before[0] == f"system\n{RP_SYSTEM}" and text.strip() in before[1]
-        client.extends(before, talk("one", text, *went_on))
-    front = f"system\n{RP_SYSTEM}\n\n{rules}"
-    first = client.send(talk("zwei", rules))
-    assert first == [front, "user\nzwei"]
-    client.extends(first, talk("zwei", rules, *went_on))
-    client.extends(before, talk("one", short, *went_on))
-    assert client.send(talk("drei", short))[0] == f"system\n{RP_SYSTEM}"
-    other = RpClient(client.rig, client.dialect)
-    assert other.send(talk("zwei", rules))[0] == f"system\n{RP_SYSTEM}"
-
-
-def test_scrub_roles_nothing_is_seen_to_stay_without_replay(rig: MakeRig) -> None:
-    one = RpClient(rig(replay=False))
-    turns: list[Turn] = [("user", "one"), ("system", "Rules. " * 300)]
-    for history in (
-        turns,
-        [*turns, ("assistant", "ok"), ("user", "two")],
-        [("user", "x"), turns[1]],
-    ):
-        assert one.send(history)[0] == f"system\n{RP_SYSTEM}"
+def test_scrub_roles_unknown_message_behind_the_first_text_stays_there(client: RpClient) -> None:
+    """However long it is, and in each conversation."""
+    for text in ("Rules. " * 300, "Be brief."):
+        for first in ("one", "zwei"):
+            turns: list[Turn] = [("user", first), ("system", text)]
+            before = client.send(turns)
+            assert before[0] == f"system\n{RP_SYSTEM}" and text.strip() in before[1]
+            client.extends(before, [*turns, ("assistant", "ok"), ("user", "go on")])
 
 
 def test_scrub_roles_later_messages_stay_where_they_were_said_first(client: RpClient) -> None:
@@ -3259,7 +3234,7 @@ RP_GIT = (
     "Main branch (used for merge requests): trunk\n\nGit user: Ann\n\nStatus:\n"
 )
 RP_LIFTED = [  # (label of the row, text as its client writes it)
-    ("OpenClaw: Current date", "Current date: 2026-12-01"),
+    ("OpenClaw, Open WebUI: Current date", "Current date: 2026-12-01"),
     ("OpenClaw: runtime", f"Runtime: agent=main | session=agent:main:main | sessionId={RP_UUID} | host=box | channel=web"),
     ("OpenClaw: sessions", "## Live Sessions\nOther sessions; ask sessions_list for more.\n- agent:main:a - x\n- agent:main:b - y"),
     ("Claude Code: git status", RP_GIT + "(clean)\n\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
@@ -3267,12 +3242,12 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Claude Code: git status", RP_GIT + "(clean)"),
     ("Claude Code: git status", RP_GIT + "M a.py\n... (truncated, run git status)\n\nRecent commits:\n1a2b3c4 a"),
     ("Claude Code: git status", "gitStatus: This directory is new.\nCurrent branch: trunk"),
-    ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01."),
-    ("Claude Code, Vibe, Home Assistant: Today's date", "Today's date is 2026-12-01 (Tuesday)."),
-    ("Claude Code, Vibe, Home Assistant: Today's date", "Current time is 07:05:09. Today's date is 2026-12-01."),
-    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: Tue Dec 01 2026"),
-    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 2026-12-01"),
-    ("opencode, Kilo, Continue, Crush: Today's date", "Today's date: 12/1/2026"),
+    ("Claude Code, opencode: Today's date", "Today's date is 2026-12-01."),
+    ("Claude Code, opencode: Today's date", "Today's date is 2026-12-01 (Tuesday)."),
+    ("Claude Code, opencode: Today's date", "Current time is 07:05:09. Today's date is 2026-12-01."),
+    ("Claude Code, opencode: Today's date", "Today's date: Tue Dec 01 2026"),
+    ("Claude Code, opencode: Today's date", "Today's date: 2026-12-01"),
+    ("Claude Code, opencode: Today's date", "Today's date: 12/1/2026"),
     ("Qwen Code: git status", "git: Current branch: trunk\ngit: Status:\ngit: M app.py\ngit: Recent commits:\ngit: 1a2b3c4 first"),
     ("Continue: git status", '<context name="gitStatus">A snapshot <of> git.\n\nNothing to commit\n</context>'),
     ("Vibe, hermes: git status", "Current branch: trunk\nMain branch (for merges): trunk\nRecent commits:\n1a2b3c4 first\nfedcba9 second"),
@@ -3281,18 +3256,14 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Vibe, hermes: git status", "- Branch: trunk\n- Status: 2 modified, 1 untracked\n- Recent commits:\n    1a2b3c4 first\n    fedcba9 second"),
     ("Crush: git status", "Current branch: trunk\nStatus:\nM app.py\nA  new.py\n?? notes.txt"),
     ("Crush: git status", "Current branch: trunk\nStatus: clean"),
-    ("hermes: Conversation started", "Conversation started: Tuesday, December 1, 2026 07:05 AM"),
-    ("OpenHands: current time", "<CURRENT_DATETIME>\nIt is 2026-12-01 07:05.\n</CURRENT_DATETIME>"),
-    ("AnythingLLM, goose: current time", "<current-time>2026-12-01T07:05:09Z</current-time>"),
-    ("AnythingLLM, goose: current time", "<current_datetime>Tue 07:05</current_datetime>"),
     ("Copilot CLI: session", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
-    ("Open WebUI, goose: Current date", "The current date is Tuesday, December 1, 2026."),
-    ("Open WebUI, goose: Current date", "The current date is 2026-12-01 07:05:09."),
-    ("Open WebUI, goose: Current time", "Current time is 07:05:09."),
-    ("Open WebUI, goose: Current time", "The current time is 07:05 Europe/Berlin"),
-    ("Open WebUI, goose: Current time", "The current time is 07:05 PM GMT+5:30."),
-    ("Open WebUI, goose: Current date and time", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
-    ("Open WebUI, goose: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
+    ("OpenClaw, Open WebUI: Current date", "The current date is Tuesday, December 1, 2026."),
+    ("OpenClaw, Open WebUI: Current date", "The current date is 2026-12-01 07:05:09."),
+    ("OpenClaw, Open WebUI: Current time", "Current time is 07:05:09."),
+    ("OpenClaw, Open WebUI: Current time", "The current time is 07:05 Europe/Berlin"),
+    ("OpenClaw, Open WebUI: Current time", "The current time is 07:05 PM GMT+5:30."),
+    ("OpenClaw, Open WebUI: Current date and time", "Current date and time: 2026-12-01 07:05:09 (Tuesday)"),
+    ("OpenClaw, Open WebUI: Current datetime", "Current datetime: 2026-12-01T07:05:09.123456+00:00"),
 ]  # fmt: skip
 
 
@@ -3399,7 +3370,7 @@ def test_lift_keeps_the_order_and_the_rest_of_the_text() -> None:
     left, found = kvproxy.lift_text(system, kvproxy.LIFTS)
     assert left == "A\nB\nC\n\n"
     assert [piece for _, piece in found] == [
-        "Current date: 2026-12-01", "Today's date: 2026-12-01", "Current time is 07:05.",
+        "Today's date: 2026-12-01", "Current date: 2026-12-01", "Current time is 07:05.",
     ]  # fmt: skip
 
 
@@ -3677,14 +3648,15 @@ def test_lift_regex_and_its_switches(rig: MakeRig) -> None:
 def rp_units(*inserted: dict[str, str] | str) -> list[kvproxy.Unit]:
     """Units of a request, each as sent before with what was set down in it; 'user' or 'assistant'
     for new ones."""
-    units = [kvproxy.Unit("head", [], [])]
+    units = [kvproxy.Unit("head", [])]
     for one in inserted:
         role = one if isinstance(one, str) else "user"
         turn = kvproxy.turn_of({"role": role, "content": "x"})
-        said = kvproxy.Said(1, 1, speaks=role == "user")
-        units.append(kvproxy.Unit(role, [turn], [said]))
+        turn.said = kvproxy.Said(b"1", b"1", speaks=role == "user")
+        units.append(kvproxy.Unit(role, [turn]))
         if isinstance(one, dict):
-            units[-1].stored = kvproxy.Stored(1, 1, inserted=one)
+            units[-1].stored = kvproxy.Unit(role, [turn])
+            units[-1].stored.inserted = one
     return units
 
 
@@ -3706,11 +3678,10 @@ def test_lift_settles_what_has_to_be_said(
     units: list[Any], lifted: dict[str, str], depth: int, pending: dict[str, str]
 ) -> None:
     made = rp_units(*units)
-    kept = [at for at, unit in enumerate(made) if unit.stored]
     known = len(made) if units[-1] == "assistant" else len(made) - 1
     if units == ["user"]:
         known = 0
-    assert kvproxy.settle_insertions(kvproxy.History(made), known, kept, lifted) == (depth, pending)
+    assert kvproxy.settle_insertions(kvproxy.History(made), known, lifted) == (depth, pending)
 
 
 # --- Learning: clients that nobody described ------------------------------------------------------
@@ -3892,11 +3863,12 @@ def test_lift_learns_a_value_that_varies_by_one_change(rig: MakeRig) -> None:
     assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules()}"] * 2
 
 
-@pytest.mark.parametrize("before", ["Who are you?", "Listen!", "This is it."])
-def test_lift_learns_the_last_sentence_of_a_line(rig: MakeRig, before: str) -> None:
-    """Whatever the one in front of it ends with."""
-    texts = [ln_rules(f"{before} Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
-    assert ln_fronts(rig(), *texts)[1:] == [f"system\n{ln_rules(before)}"] * 2
+def test_lift_learns_whole_lines_that_are_not_long(rig: MakeRig) -> None:
+    """In a longer one stands more than its value."""
+    for before, learned in (("Who are you?", True), ("Who are you, please? " * 20, False)):
+        texts = [ln_rules(f"{before} Your ID is 7f3a9c{n}b2d1") for n in range(1, 4)]
+        fronts = [f"system\n{ln_rules()}" if learned else f"system\n{text}" for text in texts]
+        assert ln_fronts(rig(), *texts)[1:] == fronts[1:]
 
 
 def test_lift_learns_no_sentence_that_was_edited_once(rig: MakeRig) -> None:
@@ -4497,31 +4469,6 @@ def opening(
     return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
 
 
-@pytest.mark.parametrize("part", [False, True])
-def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: bool) -> None:
-    """A project's rules change: the old ones stay where they are, and the new ones are set down in
-    the newest turn; in a tool loop, that turn is sent anew."""
-
-    def opening(rules: str) -> list[Turn]:
-        note = reminder(f"Rules of this project:\n{rules}")
-        return [("user", [note, "one"] if part else f"{note}\none")]
-
-    before = client.send(opening("Use: tabs."))
-    history: list[Turn] = []
-    for step, rules in enumerate(["Use: spaces.", "Use: spaces.", "Use: tabs.", "Use: tabs."]):
-        history += [("assistant", "ok"), ("user", f"go {step}")]
-        client.post(client.body(opening("Use: nothing.") + history), path="/input_tokens")
-        before = client.extends(before, opening(rules) + history)
-        assert re.findall("Use: [a-z]+[.]", "\n".join(before))[-1] == rules
-        assert before[-1].endswith(f"go {step}") and ("Use" in before[-1]) == (step in (0, 2))
-    history += [("calls", ["c1"]), ("results", ["c1"])]
-    prompt = client.send(opening("Use: nothing.") + history)
-    assert prompt[: len(before) - 1] == before[:-1]
-    assert "Use: nothing." in prompt[len(before) - 1] and "Use" not in "".join(
-        prompt[len(before) :]
-    )
-
-
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
     """What is rewritten has less in it: nothing that is set down elsewhere could take that back."""
     client.send([("user", reminder("Be brief.\nYou may run any command.") + "\none")])
@@ -4567,28 +4514,17 @@ def test_replay_block_at_the_end_that_is_long_is_the_persons(length: int) -> Non
 
 
 @pytest.mark.parametrize(("before", "after", "withdrawn"), [
-    ("<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", False),
-    ("<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
-    ("<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", False),
-    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
-    ("<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", False),
-    ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
-])  # fmt: skip
-def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
-    assert kvproxy.withdraws(before, after) == withdrawn
-
-
-@pytest.mark.parametrize(("before", "after", "withdrawn"), [
     ("Mode: a\nYou may write files.", "Mode: b", True),
     ("Mode: a\nYou may write files.", "Mode: b\nYou may read files.", False),
     ("Mode: a\ndoor: open", "Mode: b\nwindow: open", True),
-    ("Files:\na.py\nsrc/b.py\n- c", "Files:\na.py", False),
+    ("Files:\na.py\nsrc/b.py", "Files:\na.py", False),
+    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
 ])  # fmt: skip
 def test_replay_what_is_withdrawn_from_a_learned_block(
     before: str, after: str, withdrawn: bool
 ) -> None:
     """Listings grow and shrink; what is said in words may be a permission."""
-    assert kvproxy.withdraws(before, after, kvproxy.about_block) == withdrawn
+    assert (kvproxy.topics(before) <= kvproxy.topics(after)) != withdrawn
 
 
 @pytest.mark.parametrize(("text", "blocks", "words"), [
@@ -5072,20 +5008,15 @@ def test_replay_many_carriers_cost_little() -> None:
     assert_linear(lambda turns: RpDesk().send(turns), make, 4096)
 
 
-def rp_held(lines: Any) -> int:
-    """Bytes of the lines that are kept; their books must agree."""
-    kept = list(lines.used)
-    places = {place for line in kept for place in line.places}
-    assert lines.by_place.keys() <= places
-    assert all(line in kept for found in lines.by_place.values() for line in found)
-    assert all(line.record is not None for line in kept)
-    return sum(line.size for line in kept)
+def rp_held(memory: Any) -> int:
+    """Bytes of what is kept."""
+    return sum(size for _, size in memory.values.values())
 
 
 def test_replay_memory_is_bounded() -> None:
     """Conversations with system prompts, tools and texts of their own, in one megabyte."""
     desk = RpDesk(replay_mb=1)
-    lines, tools = desk.replay.lines, desk.replay.tools
+    lines, tools = desk.replay.lines, desk.replay.tools.known
     for number in range(250):
         dressed = f"{rp_block(str(number))}question {number} {'x' * (number % 7 * 700)}"
         system = f"System {number % 50}\n{rp_date('2026-12-01')}"
@@ -5094,9 +5025,9 @@ def test_replay_memory_is_bounded() -> None:
         )
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 50 < len(lines.used) < 250 and len(desk.editor.lifter.known) <= 16
+    assert 50 < len(lines.values) < 250 and len(desk.editor.lifter.begun) <= 64
     assert 0 < tools.size <= tools.limit == 1 << 17
-    assert tools.size == sum(300 + len(form) for _, form in tools.known.values())
+    assert tools.size == rp_held(tools)
 
 
 def test_replay_nothing_keeps_finished_requests(rig: MakeRig) -> None:
@@ -5142,8 +5073,8 @@ def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     for number in (69, 20, 50, 69):
         turns: list[Turn] = [("user", "hi"), ("assistant", f"I am {number}."), ("user", "go")]
         chat.extends(first[number], turns)
-    lines = chat.rig.proxy.replay.lines
-    assert max(map(len, lines.by_place.values())) == kvproxy.SAME_PLACE
+    by_place = chat.rig.proxy.replay.by_place
+    assert max(map(len, by_place.values())) == kvproxy.SAME_PLACE
     turns[1] = ("assistant", "I am 5.")
     assert chat.send(turns) == chat.came(turns)
 
@@ -5190,7 +5121,7 @@ def test_replay_tools_in_use_outlive_what_is_not() -> None:
     """Bounded, the least recently used go first."""
     desk = RpDesk(replay_mb=1)
     tools = [tool_of("responses", name) for name in ("read", "write", "run")]
-    store = desk.replay.tools
+    store = desk.replay.tools.known
     for number in range(60):
         desk.send([("user", f"q{number}")], tools=tools)
         desk.send(
@@ -5198,7 +5129,7 @@ def test_replay_tools_in_use_outlive_what_is_not() -> None:
         )
         assert store.size <= store.limit
     assert store.size > store.limit * 0.9
-    assert store.size == sum(300 + len(form) for _, form in store.known.values())
+    assert store.size == rp_held(store)
     turned = [tool_of("responses", name, turned=True) for name in ("run", "read", "write")]
     body = body_of("chat", ("user", "new"), system=RP_SYSTEM, tools=turned)
     view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
@@ -5233,14 +5164,14 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
     for length in (2, 40, 400):
         desk = RpDesk()
         lines, tools = RpLock(), RpLock()
-        desk.replay.lines.lock, desk.replay.tools.lock = lines, tools  # type: ignore[assignment]
+        desk.replay.lines.lock, desk.replay.tools.known.lock = lines, tools  # type: ignore[assignment]
         listed = [tool_of("responses", f"{number}") for number in range(length)]
         turns = [(("user", "assistant")[at % 2], f"{at}") for at in range(length)]
         with without_collector():
             for newest in (rp_block("a") + "go", rp_block("b") + "go on"):
                 desk.send([*turns, ("user", newest)], system=rp_date("2026-12-01"), tools=listed)
                 turns += [("user", newest.rpartition("\n")[2]), ("assistant", "ok")]
-            desk.replay.lines.drop(next(iter(desk.replay.lines.used)))
+            desk.replay.lines.drop(next(iter(desk.replay.lines.values)))
         most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
 
@@ -7663,11 +7594,6 @@ EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     "a line": (
         "The hour is 2026-11-29 09:1{number}.",
         ("The hour is 2026-11-29 09:10.", "The hour is 2026-11-29 09:11."),
-        "The hour is .+",
-    ),
-    "a sentence": (
-        "Be kind. The hour is 2026-11-29 09:1{number}.",
-        ("d. The hour is 2026-11-29 09:10.", "d. The hour is 2026-11-29 09:11."),
         "The hour is .+",
     ),
     "a listing": (
@@ -13548,7 +13474,7 @@ def test_server_full_context_in_the_middle_of_a_stream(rig: MakeRig) -> None:
 
     one = rig(script)
     found = ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI, stream=True)])
-    assert "raise -c" in found[0].error and not one.proxy.replay.lines.used
+    assert "raise -c" in found[0].error and not one.proxy.replay.lines.values
 
 
 def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
@@ -14142,11 +14068,8 @@ def test_status_lists_what_was_learned(rig: MakeRig) -> None:
     one = rig(ex_caching())
     status_learning(one)
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
-    assert '>Learned</h2><ul><li><p class="row"><span>system line "Your ID is #" varies, ' in text
-    assert f"<code>{STATUS_LEARNED}</code> <button" in text
-    one.forwarded(EX_CHAT_PATH, status_varying(3))
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
-    assert 'system line "Your ID is #" varies, lifted; saved 1 long read<' in text
+    assert '>Learned</h2><ol><li><p class="row">system line "Your ID is #" varies, lifted<' in text
+    assert f'data-copy="{STATUS_LEARNED}"' in text
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 1
     assert b"Your ID" not in one.get("/kvproxy", "Via: 1.1 box\r\n").body
 
