@@ -1067,7 +1067,15 @@ class Learner:
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
         self.texts: collections.deque[list[str]] = collections.deque(maxlen=16)
         self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
+        self.values: dict[str, str] = {}  # the last ones of shapes, by their labels
+        self.saved: collections.Counter[str] = collections.Counter()  # misses, by labels
         self.lock = threading.Lock()
+
+    def note(self, label: str, text: str) -> None:
+        """Count a new value of what is lifted: it would have been a miss."""
+        with self.lock:
+            self.saved[label] += self.values.get(label, text) != text
+            self.values[label] = text
 
     def add(self, shapes: Iterable[Shape]) -> None:
         with self.lock:
@@ -1168,6 +1176,9 @@ class Lifter:
                     found.update(pieces)
             if len(found) > count:
                 put_back(view, turn, own)
+        for label, text in found.items():
+            if label.startswith(LEARNED):
+                self.learner.note(label, text)
         return list(found.items())
 
 
@@ -1185,8 +1196,11 @@ class Lifter:
 CARRIED = {"block", "context", "event", "runtime", "internal", "reminder", "environment",
            "yours", "tagged"}  # fmt: skip
 MOVED = {"runtime", "internal", "context"}  # carriers that OpenClaw moves to the end
+SPEAKERS = {"block", "context", "current", "reply", "line"}  # they tell who speaks
+REWRITABLE = {"reminder", "environment"}  # what a client may rewrite in its first message
+REWRITTEN = "first "  # begins the labels of those
 PERSONAL = {"OpenClaw: sender_id", "OpenClaw: flags"}  # of the newest message
-SLACK = 12000  # bytes by which a prompt may be longer than twice what came
+SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as came
 SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
 MOST_COMPARED = 256  # records that are held against a request
@@ -1303,6 +1317,7 @@ class Unit:
         if role == "user" and says.carrier:  # alone, it is what was answered
             says = Said(says.whole, says.whole, speaks=True)
         self.words, self.whole, self.blocks, _, self.speaks, self.calls = says
+        self.came = self.blocks  # as the client had them last; so is `whole`
 
     def fixed(self) -> int:
         """How many of its turns are never restored: answers and results."""
@@ -1323,7 +1338,8 @@ class History:
         self.units = units
         self.answers = [at for at, unit in enumerate(units) if unit.role == "assistant"]
         self.last = self.answers[-1] if self.answers else 0
-        self.opening = next((one.words or one.whole for one in units if one.role == "user"), b"")
+        self.first = next((unit for unit in units if unit.role == "user"), units[0])
+        self.opening = self.first.words or self.first.whole if self.first.turns else b""
         self.target = max([at for at, unit in enumerate(units) if unit.speaks], default=0)
         # What is behind the answer that precedes the newest words is new.
         self.newest = max([at for at in self.answers if at < self.target], default=0)
@@ -1510,8 +1526,15 @@ class Replay:
         place = hash((whose, *[turn.text() for turn in view.system()]))
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
+        added = 0
         for unit, stored in zip(units[:depth], known.units if known else (), strict=False):
             unit.stored = stored
+            if stored.kept is not None:
+                added += size_of(stored.kept) - size_of(unit.turns[unit.fixed() :])
+        if known and added > asker.size + SLACK:
+            if asker.learn:
+                self.lines.drop(known.line)
+            depth, known = 0, None
         trace = Trace(whose=whose, opening=history.opening)
         first = units[history.answers[0]] if history.answers else Unit("", [])
         name = known.conversation if known else self.names.get(trace.key(*spoken(first)))
@@ -1531,9 +1554,7 @@ class Replay:
         view.turns = view.turns[: view.leading()]
         for unit in units:
             view.turns += unit.turns
-        if known and asker.learn and size_of(view.turns) > 2 * asker.size + SLACK:
-            self.lines.drop(known.line)
-        elif asker.learn:
+        if asker.learn:
             self.learn(trace, history, places, depth, known)
         return trace
 
@@ -1602,7 +1623,7 @@ class Replay:
                 keep(unit)
             elif sent.whole != unit.whole:
                 sent = copy.copy(sent)
-                sent.whole, sent.private = unit.whole, True
+                sent.whole, sent.came, sent.private = unit.whole, unit.blocks, True
             record.units.append(sent)
             size += 3 * size_of(sent.kept or [])
         self.lines.put(line, record, size)
@@ -1661,9 +1682,28 @@ def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
             time = MESSAGE_TIME.fullmatch(text)
             if time and any(time[1] in one for one in told):
                 del came[kind, text]
+    if not came <= sent and history.units[place] is history.first:
+        return rewritten(history, stored)
     if not came <= sent or place < newest:
         return False  # once history, it has been settled
     return place < history.newest or all(kind in history.moved for kind, _ in sent - came)
+
+
+def rewritten(history: History, stored: Unit) -> bool:
+    """Whether the first message has reminders with other texts that can be set down anew: nobody's
+    words are among them, nothing was withdrawn, and no later message says something newer."""
+    blocks, place = history.first.blocks, history.units.index(history.first)
+    kinds = [kind for kind, _ in blocks]
+    speakers = [kind for kind, _ in history.units[history.target].blocks]
+    if kinds != [kind for kind, _ in stored.came] or SPEAKERS.intersection(kinds + speakers):
+        return False
+    later = [text for unit in history.units[place + 1 :] for _, text in unit.blocks]
+    newer = topics("\n".join(later))
+    for (kind, now), (_, old) in zip(blocks, stored.came, strict=True):
+        kept = topics(old, True) <= topics(now, True) and not topics(now) & newer
+        if now != old and (kind not in REWRITABLE or not kept):
+            return False
+    return True
 
 
 def restore(unit: Unit, stored: Unit) -> bool:
@@ -1681,23 +1721,28 @@ CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
 
 
-def topics(text: str) -> collections.Counter[str]:
-    """What the lines of a text are about: what stands before a colon; else anything (""). Listings
-    and tags do not count."""
+def topics(text: str, other: bool = False) -> collections.Counter[str]:
+    """What the lines of a text are about: what stands before a colon. `other` lines may be about
+    anything (""), or count as they are. Listings and tags do not count."""
     lines = [line for line in lines_of(text) if line[0] != "<" and not LISTED.match(line)]
     labelled = [form_of(line).split(":") for line in lines]
-    return collections.Counter([one[0].strip() if one[1:] else "" for one in labelled])
+    return collections.Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
 
 
 def settle_insertions(
-    history: History, depth: int, wanted: dict[str, str]
+    history: History, depth: int, lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
     """How many of the `depth` units may be restored, and what has then to be set down, so that the
     newest value stands last. From a unit that holds what the client no longer has, its own form
     goes; from the newest user turn, if something is new in a tool loop: only a clock may wait."""
     while True:
-        standing: dict[str, str] = {}
-        since: dict[str, int] = {}
+        wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
+        first = history.first
+        for number, (kind, now) in enumerate(first.blocks if first.stored else ()):
+            place, label = history.units.index(first), f"{REWRITTEN}{number}"
+            if kind in REWRITABLE and place < depth and first.stored:
+                wanted[label], since[label] = now, place
+                standing[label] = now if (kind, now) in first.stored.blocks else ""
         for at, unit in enumerate(history.units[:depth]):
             if unit.stored and unit.stored.inserted:
                 standing.update(unit.stored.inserted)
@@ -1706,7 +1751,9 @@ def settle_insertions(
             since[label]
             for label, text in standing.items()
             if label not in wanted
-            or (label.startswith(LEARNED) and not topics(text) <= topics(wanted[label]))
+            or (
+                label.startswith((LEARNED, REWRITTEN)) and not topics(text) <= topics(wanted[label])
+            )
         ]
         if gone:
             depth = min(gone)
@@ -1728,7 +1775,10 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
         place = history.target
     unit = history.units[place]
     unit.inserted = pending
-    text = reminder("\n\n".join(pending.values()))
+    lifted = [text for label, text in pending.items() if not label.startswith(REWRITTEN)]
+    pieces = [reminder("\n\n".join(lifted))] if lifted else []
+    pieces += [text for label, text in pending.items() if label.startswith(REWRITTEN)]
+    text = "\n\n".join(pieces)
     turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
     if not slots:
@@ -4789,6 +4839,7 @@ class Pages:
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
+            words += f"; saved {counted(learner.saved[shape.name()], 'long read')}"
             rows += ITEM.format(tag("span", words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 

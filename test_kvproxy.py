@@ -4469,6 +4469,31 @@ def opening(
     return body_of(dialect, ("system", [header, text]), ("user", said), skills, **more)
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_replay_reminder_rewritten_in_the_first_message(client: RpClient, part: bool) -> None:
+    """A project's rules change: the old ones stay where they are, and the new ones are set down in
+    the newest turn; in a tool loop, that turn is sent anew."""
+
+    def opening(rules: str) -> list[Turn]:
+        note = reminder(f"Rules of this project:\n{rules}")
+        return [("user", [note, "one"] if part else f"{note}\none")]
+
+    before = client.send(opening("Use: tabs."))
+    history: list[Turn] = []
+    for step, rules in enumerate(["Use: spaces.", "Use: spaces.", "Use: tabs.", "Use: tabs."]):
+        history += [("assistant", "ok"), ("user", f"go {step}")]
+        client.post(client.body(opening("Use: nothing.") + history), path="/input_tokens")
+        before = client.extends(before, opening(rules) + history)
+        assert re.findall("Use: [a-z]+[.]", "\n".join(before))[-1] == rules
+        assert before[-1].endswith(f"go {step}") and ("Use" in before[-1]) == (step in (0, 2))
+    history += [("calls", ["c1"]), ("results", ["c1"])]
+    prompt = client.send(opening("Use: nothing.") + history)
+    assert prompt[: len(before) - 1] == before[:-1]
+    assert "Use: nothing." in prompt[len(before) - 1] and "Use" not in "".join(
+        prompt[len(before) :]
+    )
+
+
 def test_replay_withdrawn_part_of_the_first_message_does_not_stand_on(client: RpClient) -> None:
     """What is rewritten has less in it: nothing that is set down elsewhere could take that back."""
     client.send([("user", reminder("Be brief.\nYou may run any command.") + "\none")])
@@ -4511,6 +4536,18 @@ def test_replay_rewritten_reminder_never_stands_behind_a_later_one(client: RpCli
 def test_replay_block_at_the_end_that_is_long_is_the_persons(length: int) -> None:
     text = "Look at this.\n\n<page>\n" + "a line of it\n" * (length // 13) + "</page>"
     assert bool(kvproxy.strip_programs(text)[0]) == (length < kvproxy.PROGRAM_BLOCK)
+
+
+@pytest.mark.parametrize(("before", "after", "withdrawn"), [
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\n</r>", False),
+    ("<r>\nMode: a\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<r>\nMode: a\n</r>", "<r>\nMode: b\nMay: all\n</r>", False),
+    ("<r>\nMay: all\n</r>", "<r>\nMode: b\n</r>", True),
+    ("<e>\nx1.py\n</e>", "<e>\nx2.py\n</e>", False),
+    ("<r>\nBe calm.\n</r>", "<r>\nBe quick.\n</r>", True),
+])  # fmt: skip
+def test_replay_what_is_withdrawn(before: str, after: str, withdrawn: bool) -> None:
+    assert (not kvproxy.topics(before, True) <= kvproxy.topics(after, True)) == withdrawn
 
 
 @pytest.mark.parametrize(("before", "after", "withdrawn"), [
@@ -14068,8 +14105,11 @@ def test_status_lists_what_was_learned(rig: MakeRig) -> None:
     one = rig(ex_caching())
     status_learning(one)
     text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
-    assert '>Learned</h2><ol><li><p class="row">system line "Your ID is #" varies, lifted<' in text
-    assert f'data-copy="{STATUS_LEARNED}"' in text
+    assert '>Learned</h2><ul><li><p class="row"><span>system line "Your ID is #" varies, ' in text
+    assert f"<code>{STATUS_LEARNED}</code> <button" in text
+    one.forwarded(EX_CHAT_PATH, status_varying(3))
+    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert 'system line "Your ID is #" varies, lifted; saved 1 long read<' in text
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 1
     assert b"Your ID" not in one.get("/kvproxy", "Via: 1.1 box\r\n").body
 
