@@ -4416,7 +4416,7 @@ class Backend:
         self.config = config
         self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.lost_at = self.next_question = 0.0  # on the monotonic clock
+        self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
         self.owner = ""  # owned_by in /v1/models, once it was asked for
@@ -4429,8 +4429,8 @@ class Backend:
 
     def locate(self) -> Url:
         """The server's URL. Raises OSError when none is set and none answers."""
-        if url := self.url:
-            return url
+        if self.url is not None:
+            return self.url
         for url in map(urllib.parse.urlsplit, CANDIDATES):
             if url.port != self.config.listen_port:  # that is this proxy
                 answer = members(fetch(url, "/v1/models", 1.0)[1])
@@ -4455,26 +4455,18 @@ class Backend:
 
     def lost(self) -> None:
         """Note that the server was away."""
-        self.lost_at, self.next_question = time.monotonic(), 0.0
+        self.lost_at, self.next_look = time.monotonic(), 0.0
         self.away, self.known = True, {}
         if not self.config.backend_url:
             self.url = None
 
     def look(self) -> None:
-        """See whether it is there, each 10 seconds at most: by a connection, or by asking what it
-        is, while that is not known."""
+        """See whether it is there, each 10 seconds at most; somebody looks at the page."""
         now = time.monotonic()
-        if now < self.next_question:
-            return
-        try:
-            if "product" in self.known and "state" not in self.known:
-                with contextlib.closing(http_connection(self.locate(), 1.0)) as connection:
-                    connection.connect()
-            elif not self.describe(1.0):
-                raise ConnectionRefusedError
-        except OSError:
-            self.lost()
-        self.next_question = now + 10
+        if now >= self.next_look:
+            if not self.describe(1.0):
+                self.lost()
+            self.next_look = now + 10
 
     def ask(
         self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
@@ -4493,12 +4485,12 @@ class Backend:
         if "error" in props:  # LM Studio says 200 to any path
             props = {}
         status, answer = self.ask("/v1/models", timeout)
+        self.known = {}
         if not props and not status:
-            self.known = {}
             return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        self.owner = owner = str(model.get("owned_by") or "")
-        product = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
+        self.owner = str(model.get("owned_by") or "")
+        product = OWNERS.get(self.owner, self.owner or "a model server")
         context = members(props.get("default_generation_settings")).get("n_ctx")
         if product == "LM Studio":
             models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
@@ -4546,12 +4538,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def http_connection(url: Url, timeout: float) -> http.client.HTTPConnection:
-    """For kvproxy's own questions."""
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    return kind(url.hostname or "", url.port, timeout=timeout)
-
-
 def fetch(
     url: Url,
     path: str,
@@ -4561,9 +4547,11 @@ def fetch(
     opened: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[int, Any]:
     """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
+    secure = url.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     sent = {"Content-Type": "application/json", **(headers or {})}
     try:
-        with contextlib.closing(http_connection(url, timeout)) as connection:
+        with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as connection:
             connection.connect()
             opened(connection.sock)
             connection.request("GET" if body is None else "POST", under(url, path), body, sent)
@@ -4600,8 +4588,7 @@ class Server(ThreadingHTTPServer):
             if descriptors != resource.RLIM_INFINITY:
                 self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
-        if ":" in host:
-            self.address_family = socket.AF_INET6
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
@@ -4667,6 +4654,8 @@ class Server(ThreadingHTTPServer):
 
 
 CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
+CONTEXT_ADVICE = "(kvproxy: raise -c, lower -np, or let the agent compact earlier)"
+TWICE_V1 = "(kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 REMOVED = (
@@ -4688,15 +4677,13 @@ class Proxy:
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Config()
-        level = self.config.log_level.upper()
-        self.log = logging.Logger("kvproxy", level)  # noqa: LOG001 - no global state
-        self.backend = Backend(self.config)
-        self.editor = Editor(self.config)
-        self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
-        self.reader = Reader(self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
-        self.metrics = Metrics(self.config)
+        self.config = config = config or Config()
+        self.log = logging.Logger("kvproxy", config.log_level.upper())  # noqa: LOG001 - not global
+        self.backend, self.editor = Backend(config), Editor(config)
+        self.replay = self.editor.replay
+        self.reader = Reader(config.replay_mb << 20)
+        self.ledger = Ledger(config.ledger_mb << 20)
+        self.metrics = Metrics(config)
         self.pages = Pages(self)
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
@@ -4707,8 +4694,8 @@ class Proxy:
         self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
         self.guard, self.life = threading.Lock(), threading.Lock()
         self.telling = threading.Lock()  # keeps the lines of a request together
-        self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
-        self.loopback_only = is_loopback(self.config.listen_host)
+        self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
+        self.loopback_only = is_loopback(config.listen_host)
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
@@ -4778,64 +4765,7 @@ class Proxy:
         except Exception:
             self.log.exception(what)
 
-    def prepare(self, exchange: Exchange) -> None:
-        """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
-        note = "internal error"
-        with self.faults_logged("a body could not be edited and was forwarded as it came"):
-            try:
-                return self.edit(exchange)
-            except Unreadable as error:
-                note = str(error)
-            except RecursionError:  # what was parsed may be too deep for what comes after it
-                note = "nested too deeply"
-        exchange.report, exchange.view = Report(note=note), None
-        exchange.forwarded = exchange.received
-
-    def edit(self, exchange: Exchange) -> None:
-        raw, dialect, report = exchange.received, exchange.dialect, exchange.report
-        assert raw is not None and dialect is not None
-        view = self.reader.view(raw, dialect)
-        exchange.stream = bool(view.body.get("stream"))
-        exchange.model = visible(str(view.body.get("model") or "")[:80])
-        # Nobody's text may reach anybody else's prompt.
-        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        asker = Asker(exchange.client, len(raw), not exchange.counting)
-        exchange.trace = self.editor.apply(view, report, asker)
-        if exchange.trace.record is not None:
-            exchange.trace.record.tap = exchange.tap
-        exchange.view = view
-        if report.edits():
-            exchange.forwarded = view.dump()
-
-    def explain(self, exchange: Exchange) -> None:
-        """Compare a request with those before it, once."""
-        view, received, explained = exchange.view, exchange.received, exchange.explained
-        exchange.explained = True
-        if view is None or received is None or exchange.counting or explained:
-            return
-        talk = exchange.trace.conversation
-        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
-        with self.faults_logged("a request could not be explained"), unreadable:
-            original = None
-            if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect))
-            side = side_of(view, exchange.request.get(AGENT_ID))
-            prompt = Prompt(view, talk, side, time.monotonic(), original)
-            shapes = list(self.editor.lifter.learner.shapes)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
-            case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
-            exchange.verdict, exchange.straight = case.verdict, case.straight
-
-    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
-        """The response headers for a request that has X-Cache-Diagnostic: true."""
-        if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
-            return {}
-        self.explain(exchange)
-        report, verdict = exchange.report, exchange.verdict
-        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
-        if verdict is not None:
-            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
-        return {f"X-KVProxy-{name}": value for name, value in told.items()}
+    # --- a request, from its body to the log ------------------------------------------------------
 
     @property
     def running(self) -> int:
@@ -4853,6 +4783,66 @@ class Proxy:
             if not self.active:
                 self.still.set()
 
+    def prepare(self, exchange: Exchange) -> None:
+        """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
+        try:
+            return self.edit(exchange)
+        except Unreadable as error:
+            note = str(error)
+        except RecursionError:  # what was parsed may be too deep for what comes after it
+            note = "nested too deeply"
+        except Exception:
+            note = "internal error"
+            self.log.exception("a body could not be edited and was forwarded as it came")
+        exchange.report, exchange.view = Report(note=note), None
+        exchange.forwarded = exchange.received
+
+    def edit(self, exchange: Exchange) -> None:
+        raw, dialect = exchange.received, exchange.dialect
+        assert raw is not None and dialect is not None
+        view = self.reader.view(raw, dialect)
+        exchange.stream = bool(view.body.get("stream"))
+        exchange.model = visible(str(view.body.get("model") or "")[:80])
+        # Nobody's text may reach anybody else's prompt.
+        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
+        asker = Asker(exchange.client, len(raw), not exchange.counting)
+        exchange.trace = self.editor.apply(view, exchange.report, asker)
+        if exchange.trace.record is not None:
+            exchange.trace.record.tap = exchange.tap
+        exchange.view = view
+        if exchange.report.edits():
+            exchange.forwarded = view.dump()
+
+    def explain(self, exchange: Exchange) -> None:
+        """Compare a request with those before it, once."""
+        view, received, explained = exchange.view, exchange.received, exchange.explained
+        exchange.explained = True
+        if view is None or received is None or exchange.counting or explained:
+            return
+        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
+        with self.faults_logged("a request could not be explained"), unreadable:
+            original = None
+            if exchange.forwarded is not received:
+                original = Prompt(self.reader.view(received, view.dialect))
+            side = side_of(view, exchange.request.get(AGENT_ID))
+            now, talk = time.monotonic(), exchange.trace.conversation
+            prompt = Prompt(view, talk, side, now, original)
+            shapes = list(self.editor.lifter.learner.shapes)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
+            case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
+            exchange.verdict, exchange.straight = case.verdict, case.straight
+
+    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
+        """The response headers for a request that has X-Cache-Diagnostic: true."""
+        if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
+            return {}
+        self.explain(exchange)
+        report, verdict = exchange.report, exchange.verdict
+        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
+        if verdict is not None:
+            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
+        return {f"X-KVProxy-{name}": value for name, value in told.items()}
+
     def found(self) -> None:
         """Note that the server answers."""
         if self.backend.away:
@@ -4867,9 +4857,9 @@ class Proxy:
             case = exchange.case
             lost = case is not None and missing_tokens(case, exchange.usage)
             if lost and self.asking.acquire(False):
-                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
+                threading.Thread(target=self.ask_why, args=(exchange,), daemon=True).start()
             else:
-                self.record(exchange)
+                self.record(exchange, {})
 
     def settle(self, exchange: Exchange) -> None:
         """Read the beginning and the end of an answer, and let go of what is needed no longer."""
@@ -4883,20 +4873,19 @@ class Proxy:
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        if trace.record is not None:
-            trace.record.answer = heard_answer(events) if answered else None
-            trace.record.tap = None
-            if trace.record.answer:
-                self.replay.answered(trace, trace.record.answer)
+        record = trace.record
+        if record is not None:
+            record.answer, record.tap = heard_answer(events) if answered else None, None
+            if record.answer:
+                self.replay.answered(trace, record.answer)
         if exchange.status >= 400 or broken is not None:
             exchange.error = error_text(first, exchange.request)
-        if (exchange.status == 400 or broken is not None) and CONTEXT_FULL.search(first):
-            if trace.record:
-                self.replay.lines.drop(trace.record.line)
-            exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
+            if CONTEXT_FULL.search(first) and (exchange.status == 400 or broken is not None):
+                exchange.error += f" {CONTEXT_ADVICE}"
+                if record is not None:
+                    self.replay.lines.drop(record.line)
         if exchange.request.path.startswith("/v1/v1/"):
-            hint = "kvproxy: /v1 stands there twice: leave it out of the agent's base URL"
-            exchange.error = f"{exchange.error} ({hint})".strip()
+            exchange.error = f"{exchange.error} {TWICE_V1}".strip()
         if answered:
             exchange.usage = usage_of(events)
             said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
@@ -4910,13 +4899,19 @@ class Proxy:
         exchange.tap = exchange.view = None
         exchange.trace = Trace(trace.conversation)
 
-    def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a verdict; write page, metrics, log and capture. `ask`: once the server is idle,
-        have it tell its slots, and how it renders the prompts."""
+    def ask_why(self, exchange: Exchange) -> None:
+        """Record a lost request once the server is idle, and has told what it is."""
+        try:
+            self.record(exchange, self.backend.describe() if self.still.wait(IDLE_WAIT) else {})
+        finally:
+            self.asking.release()
+
+    def record(self, exchange: Exchange, server: Json) -> None:
+        """Settle a verdict; write page, metrics, log and capture. `server`: what it told of itself
+        if it can be asked how it renders the prompts."""
         case, exchange.case = exchange.case, None
         with self.faults_logged("a finished request could not be recorded"):
             if case is not None:
-                server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
                 case.slots = server.get("slots")
                 if exchange.stream and exchange.begun:
                     case.first_byte = exchange.begun - exchange.sent
@@ -4933,9 +4928,8 @@ class Proxy:
             news = self.editor.lifter.learner.news
             while news:
                 with suppress(IndexError):  # another thread told it
-                    self.log.info(
-                        "learned: %s; to fix it: %s", *learned(news.popleft(), self.config)
-                    )
+                    told = learned(news.popleft(), self.config)
+                    self.log.info("learned: %s; to fix it: %s", *told)
             level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
             if self.log.isEnabledFor(level):
                 with self.telling:
@@ -4943,19 +4937,14 @@ class Proxy:
                         self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
             if warning:
                 self.log.warning("%s", warning)
-        if ask:
-            self.asking.release()
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
-        verdict, base = case.verdict, case.base
-        dialect = exchange.dialect
-        if dialect is None or not dialect.edited:
+        verdict, base, dialect = case.verdict, case.base, exchange.dialect
+        if base is None or not case.whole or dialect is None or not dialect.edited:
             return
         with self.metrics.guard:
-            before = [one for one in self.metrics.recent if base and one.number == base.number]
-        if base is None or not before or not case.whole:
-            return
+            before = [one for one in self.metrics.recent if one.number == base.number]
         prompts = list[str]()
         for one in (*before, exchange):
             body = bytes(one.forwarded or b"")
@@ -4963,6 +4952,8 @@ class Proxy:
                 body = dump(chat_of(view_of(parse(body), dialect)))
             answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
+        if len(prompts) < 2:
+            return
         rendered_otherwise(verdict, base, *prompts)
         if all(prompts):
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
@@ -5005,10 +4996,10 @@ def printable(path: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A text of a file for the terminal, which would obey the control characters in it."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    """A text for the terminal, which would obey the control characters in it."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
 
 
 def error_text(answer: bytes, request: Request) -> str:
@@ -5030,6 +5021,8 @@ def learned(shape: Shape, config: Config) -> tuple[str, str]:
     line = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
     return f"system {name} varies, lifted", line
 
+
+# --- log and metrics ------------------------------------------------------------------------------
 
 # The original's line, which scripts read; other counts follow where they are not 0.
 LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
@@ -5111,9 +5104,7 @@ class Metrics:
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
         self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.failure: tuple[int, str, str] | None = (
-            None  # of the last request: status, error, fault
-        )
+        self.failure: tuple[int, str, str] | None = None  # of the last prompt
         self.window: collections.deque[Judged] = collections.deque(maxlen=20)
         # (name in METRICS, a value of its label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
@@ -5127,8 +5118,7 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''."""
-        verdict, report, counts = exchange.verdict, exchange.report, self.counts
-        prompt, cached = exchange.usage.prompt, exchange.usage.cached
+        report, counts = exchange.report, self.counts
         with self.guard:
             self.number += 1
             exchange.number = self.number
@@ -5144,25 +5134,27 @@ class Metrics:
                 told = exchange.status, exchange.error, exchange.fault
                 failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
                 self.failure = told if failed else None
-            if exchange.dialect is not None and exchange.begun:
-                counts["first_bytes_total", ""] += 1
-                counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
-            if verdict is None:
-                return ""
-            self.judged += 1
-            counts["verdicts_total", verdict.name] += 1
-            if prompt is None or cached is None:
-                return ""
-            self.reported += 1
-            counts["prompt_tokens_total", "reused"] += cached
-            counts["prompt_tokens_total", "read"] += prompt - cached
-            self.save(exchange, prompt, cached)
-            if verdict.side:
-                return ""
-            missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
-            talk = exchange.trace.conversation
-            self.window.append(Judged(cached, prompt, verdict, talk, missed))
-            return self.warning()
+                if exchange.begun:
+                    counts["first_bytes_total", ""] += 1
+                    counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
+            return self.count_verdict(exchange, exchange.verdict) if exchange.verdict else ""
+
+    def count_verdict(self, exchange: Exchange, verdict: Verdict) -> str:
+        prompt, cached = exchange.usage.prompt, exchange.usage.cached
+        self.judged += 1
+        self.counts["verdicts_total", verdict.name] += 1
+        if prompt is None or cached is None:
+            return ""
+        self.reported += 1
+        self.counts["prompt_tokens_total", "reused"] += cached
+        self.counts["prompt_tokens_total", "read"] += prompt - cached
+        self.save(exchange, prompt, cached)
+        if verdict.side:
+            return ""
+        missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+        talk = exchange.trace.conversation
+        self.window.append(Judged(cached, prompt, verdict, talk, missed))
+        return self.warning()
 
     def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
         """Add the time that was saved, at the rate of all long reads."""

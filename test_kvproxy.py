@@ -22,6 +22,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import http.client
 import http.server
 import importlib.util
 import io
@@ -44,6 +45,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +75,12 @@ def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
     return value
+
+
+def connect_to(url: str, timeout: float = PATIENCE) -> http.client.HTTPConnection:
+    """A connection of the library to what listens at a URL."""
+    parts = urllib.parse.urlsplit(url)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
 
 
 def assert_linear(
@@ -1167,7 +1175,7 @@ class Llama:
             time.sleep(0.1)
 
     def healthy(self) -> bool:
-        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
+        connection = connect_to(self.url, 60)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -8517,7 +8525,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
         for slot in [slot for turn in view.turns for slot in turn.slots()]:
             slot.set(slot.get().replace("file", "picture"))
 
-    one.proxy.scrubber.apply = apply
+    one.proxy.editor.scrubber.apply = apply
     verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
     assert (
         verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
@@ -11072,7 +11080,7 @@ def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
 
 def models_through(proxy: Proxy) -> int:
     """Fetch something through a proxy; the status."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+    connection = connect_to(proxy.url)
     try:
         connection.request("GET", "/v1/models")
         return connection.getresponse().status
@@ -13755,7 +13763,7 @@ def test_status_page_tells_what_goes_on_now(rig: MakeRig) -> None:
     one.finished(1)
     assert "kvproxy_backend_up 1" in one.get("/kvproxy/metrics").body.decode()
     one.server.close()
-    one.proxy.backend.next_question = 0.0  # ten seconds later
+    one.proxy.backend.next_look = 0.0  # ten seconds later
     one.get("/kvproxy")
     assert "kvproxy_backend_up 0" in one.get("/kvproxy/metrics").body.decode()
 
@@ -14446,7 +14454,7 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
     text = one.get("/kvproxy").body.decode()
     assert ">The model server does not answer (502)<" in text and "cannot be reached" in text
     one.server = FakeServer(port=port)
-    one.proxy.backend.next_question = 0.0  # ten seconds later
+    one.proxy.backend.next_look = 0.0  # ten seconds later
     text = one.get("/kvproxy").body.decode()
     assert ">The model server answers again<" in text
     for _ in range(2):
@@ -15822,7 +15830,7 @@ def test_vendored_twice_in_one_process() -> None:
             proxy.log.addHandler(logs[-1])
             proxies.append(stack.enter_context(proxy))
         for proxy in proxies:
-            connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+            connection = connect_to(proxy.url)
             connection.request("POST", "/v1/chat/completions", json.dumps(body))
             assert connection.getresponse().read()
             connection.close()
@@ -16157,7 +16165,7 @@ def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Ca
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
     """(prompt tokens, prompt tokens read) of one request that is not streamed."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(url), 120)
+    connection = connect_to(url, 120)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -16293,7 +16301,7 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     class Actor(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(url), 120)
+            connection = connect_to(url, 120)
             connection.request("POST", self.path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = json.loads(response.read())
