@@ -6,25 +6,19 @@
 # dependencies = []
 # ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
-their prompts.
+their prompts. One file, standard library only. Copy it anywhere and run it (--help shows more):
 
-One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
-
-    python kvproxy.py demo                                      see what it does; needs no server
-    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
-    python kvproxy.py --help                                    every command and setting
+    python kvproxy.py demo                                 see what it does; needs no server
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
-write message ids, clocks, git snapshots and moving context blocks near the front, so a local model
-reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
-begins with what the server has already read:
+write ids, clocks and moving blocks near the front, so that a local model reads tens of thousands of
+tokens again on every turn. kvproxy forwards what begins with what the server has already read:
 
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections stand in that order. Scrub, lift, replay and explain touch no socket and no file.
-
-To use it from a program (importing starts nothing and reads no environment):
+The sections stand in that order. To use it from a program (importing starts nothing):
 
     from kvproxy import Config, Proxy, scrub
     with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
@@ -49,13 +43,11 @@ import errno
 import functools
 import hashlib
 import html
-import http
 import http.client
 import io
 import ipaddress
 import itertools
 import json
-import logging
 import logging.handlers
 import math
 import os
@@ -73,7 +65,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, cast
@@ -3958,8 +3950,7 @@ class Relay(BaseHTTPRequestHandler):
         self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            if not self.proxy.stopping and self.read_head():
-                self.server.busy.add(self.socket)
+            if self.proxy.server is not None and self.read_head():
                 self.serve(self.head)
         except Refused as refused:
             self.close_connection = self.linger = True
@@ -3978,9 +3969,7 @@ class Relay(BaseHTTPRequestHandler):
             exchange, self.exchange, self.upstream = self.exchange, None, None
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
-                self.proxy.busy(exchange, False)
                 self.proxy.finished(exchange)
-            self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
@@ -4203,7 +4192,7 @@ class Relay(BaseHTTPRequestHandler):
             self.respond(*self.proxy.pages.answer(request, self.client_address[0]))
             return
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.proxy.busy(exchange, True)
+        self.proxy.active[exchange] = None
         if exchange.dialect is not None and request.method == "POST":
             exchange.received = exchange.forwarded = self.read_body(request)
             if not request.get("content-encoding"):
@@ -4327,15 +4316,12 @@ class Relay(BaseHTTPRequestHandler):
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte. Raises BrokenOff."""
         exchange.status = response.status
-        self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
-        self.close_connection |= old or self.proxy.stopping
+        self.close_connection |= old or self.proxy.server is None
         if response.headers.all("content-encoding"):
             exchange.tap = None
         self.send_response_only(response.status, response.reason)
         for item in response.headers.end_to_end(*["content-length"] * response.chunked):
-            self.send_header(*item)
-        for item in self.proxy.diagnosis(exchange).items():
             self.send_header(*item)
         if not by_length and not old:
             self.send_header("Transfer-Encoding", "chunked")
@@ -4382,7 +4368,7 @@ class Exchange:
         self.verdict: Verdict | None = None
         self.straight = 0.0  # the part of it that would be reused without kvproxy
         self.ahead: int | None = None  # tokens of it that were read before it came
-        self.explained = False
+        self.explained = self.missed = False  # missed: too little of it was reused
         self.usage = Usage()
         self.status, self.fault = 0, ""
         self.error = self.answer = ""  # what the server said, in part
@@ -4400,27 +4386,25 @@ class Exchange:
 # ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
-HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
 OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
-# status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
-    """Where the model server is; with BACKEND_URL unset it is looked for when it is not there."""
+    """Where the model server is; with BACKEND_URL unset it is looked for."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
+        self.keys: dict[str, str] = {}  # for `check`
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.lost_at = self.next_look = 0.0  # on the monotonic clock
-        self.away: bool | None = None  # as the last request had it
+        self.lost_at = 0.0  # on the monotonic clock
+        self.away = False  # as the last request had it
         self.known: Json = {}  # what it told of itself
-        self.owner = ""  # owned_by in /v1/models, once it was asked for
-        self.tls = None  # one for all connections, since it takes 20 ms to build
+        self.owner = ""  # owned_by in /v1/models
+        self.tls = None  # takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
@@ -4429,85 +4413,73 @@ class Backend:
 
     def locate(self) -> Url:
         """The server's URL. Raises OSError when none is set and none answers."""
-        if self.url is not None:
+        if self.url:
             return self.url
         for url in map(urllib.parse.urlsplit, CANDIDATES):
             if url.port != self.config.listen_port:  # that is this proxy
-                answer = members(fetch(url, "/v1/models", 1.0)[1])
-                if answer.keys() & {"data", "models", "error"}:
+                there = copy.copy(self)
+                there.url = url
+                told = members(there.ask("/v1/models", 1.0)[1])
+                if told.keys() & {"data", "models", "error"}:
                     self.url = url
                     return url
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError. Windows would try localhost at ::1 first, for 2 s."""
-        url, fault = self.locate(), OSError()
-        local = url.hostname == "localhost" and self.tls is None
-        for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
-            upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
-            try:
-                upstream.connect()
-                return upstream
-            except OSError as error:
-                fault = error
-                upstream.close()
-        raise fault
+        """A new connection. Raises OSError."""
+        url = self.locate()
+        upstream = Upstream(url, url.hostname or "", self.config.connect_timeout, self.tls)
+        if upstream.host == "localhost" and self.tls is None:
+            upstream.host = "127.0.0.1"  # Windows would try ::1 first, for 2 s
+        upstream.connect()
+        return upstream
 
     def lost(self) -> None:
-        """Note that the server was away."""
-        self.lost_at, self.next_look = time.monotonic(), 0.0
-        self.away, self.known = True, {}
+        self.lost_at, self.away, self.known = time.monotonic(), True, {}
         if not self.config.backend_url:
             self.url = None
 
-    def look(self) -> None:
-        """See whether it is there, each 10 seconds at most; somebody looks at the page."""
-        now = time.monotonic()
-        if now >= self.next_look:
-            if not self.describe(1.0):
-                self.lost()
-            self.next_look = now + 10
-
     def ask(
-        self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
+        self,
+        path: str,
+        timeout: float = 3.0,
+        body: Any = None,
+        keys: dict[str, str] | None = None,
+        opened: Callable[[socket.socket], None] = lambda sock: None,
     ) -> tuple[int, Any]:
-        """What fetch() returns of a question to the server, with the keys of a client's request."""
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
+        headers = {"Content-Type": "application/json", **(self.keys if keys is None else keys)}
+        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         try:
-            keys = self.keys if request is None else keys_of(request)
-            return fetch(self.locate(), path, timeout, keys, body)
-        except OSError as error:
+            url = self.locate()
+            with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
+                link.connect()
+                opened(link.sock)
+                link.request("GET" if body is None else "POST", under(url, path), body, headers)
+                response = link.getresponse()
+                text = response.read(8 << 20).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException, ValueError) as error:
             return 0, str(error)
+        with suppress(ValueError, RecursionError):
+            return response.status, json.loads(text)
+        return response.status, text
 
     def describe(self, timeout: float = 3.0) -> Json:
-        """What the server tells of product, build, model, slots and context; {} without answer."""
-        status, answer = self.ask("/props", timeout)
-        props = members(answer) if status == 200 else {}
-        if "error" in props:  # LM Studio says 200 to any path
-            props = {}
+        """What the server tells of itself; {} without an answer."""
+        props = members(self.ask("/props", timeout)[1])
         status, answer = self.ask("/v1/models", timeout)
-        self.known = {}
-        if not props and not status:
-            return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        self.owner = str(model.get("owned_by") or "")
-        product = OWNERS.get(self.owner, self.owner or "a model server")
-        context = members(props.get("default_generation_settings")).get("n_ctx")
-        if product == "LM Studio":
-            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
-            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
-            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
-            context = context or model.get("loaded_context_length")
-        state = STATES.get(status, f"it answers {status} to /v1/models")
+        self.owner = str(model.get("owned_by") or self.owner)
+        path = str(props.get("model_path") or "")
         found = {
-            "product": "llama-server" if props else product,
+            "product": OWNERS.get(self.owner, self.owner or "a model server"),
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": context,
-            "model": re.split(r"[\\/]", str(props.get("model_path") or ""))[-1] or model.get("id"),
-            "state": None if status in (0, 200) else state,
+            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+            "state": "" if status == 200 else f"it answers {status}",
         }
-        self.known = {key: value for key, value in found.items() if value not in (None, "")}
-        self.away = bool(self.away)  # if it was not known; else found() tells of a change
+        self.known = {name: value for name, value in found.items() if value and status}
         return self.known
 
 
@@ -4522,78 +4494,42 @@ def described(found: Json) -> str:
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-# What stands beside /v1 on llama-server and LM Studio, or in it already.
-BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(?:[/?]|$)")
-
-
 def under(url: Url, target: str) -> str:
-    """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
-    prefix = url.path.rstrip("/")
-    if prefix.endswith("/v1") and BESIDE_V1.match(target):
-        prefix = prefix[:-3]
-    return target if target == "*" else prefix + target
+    """A request target under a URL's path, whose /v1 at the end stands in the target."""
+    return url.path.rstrip("/").removesuffix("/v1") + target
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def fetch(
-    url: Url,
-    path: str,
-    timeout: float,
-    headers: Mapping[str, str] | None = None,
-    body: bytes | None = None,
-    opened: Callable[[socket.socket], None] = lambda sock: None,
-) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
-    secure = url.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    sent = {"Content-Type": "application/json", **(headers or {})}
-    try:
-        with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as connection:
-            connection.connect()
-            opened(connection.sock)
-            connection.request("GET" if body is None else "POST", under(url, path), body, sent)
-            response = connection.getresponse()
-            text = response.read(8 << 20).decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return 0, str(error) or type(error).__name__
-    with suppress(ValueError, RecursionError):
-        return response.status, json.loads(text)
-    return response.status, text
-
-
 class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024  # with 5, a burst of clients waits for SYN retransmits of 1, 3, 7 s
-    allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
+    request_queue_size = 1024  # with 5, a burst waits for SYN retransmits of 1, 3, 7 s
+    allow_reuse_address = os.name != "nt"  # on Windows two servers could share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.open: set[socket.socket] = set()
-        self.busy: set[socket.socket] = set()  # a request of theirs is being served
-        self.waiting: dict[socket.socket, None] = {}  # their clients have to send; oldest first
+        # whose clients have to send; oldest first
+        self.waiting = collections.OrderedDict[socket.socket, None]()
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
         self.most_open = proxy.config.max_connections
-        with suppress(ImportError):  # Windows sets no limit that matters here
+        with suppress(ImportError):  # Windows has no such limit
             import resource
 
             descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            if descriptors != resource.RLIM_INFINITY:
-                self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
+            self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
-        """The library's asks DNS for this machine's name, which may take a minute."""
-        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+        """The library's asks DNS for this machine's name."""
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
@@ -4601,9 +4537,9 @@ class Server(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
                 self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+                time.sleep(0.05)  # socketserver would try again at once
             raise
 
     def hold(self, size: int) -> bool:
@@ -4619,7 +4555,7 @@ class Server(ThreadingHTTPServer):
                 return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head += b"Retry-After: 1\r\nConnection: close\r\n\r\n"
         with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
@@ -4628,10 +4564,9 @@ class Server(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def make_room(self) -> bool:
-        """End the connection that has been idle, or sending its request, for longest."""
-        with suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
+        """End the connection whose client has to send, for longest."""
+        with suppress(KeyError, OSError):
+            oldest, _ = self.waiting.popitem(last=False)
             self.open.discard(oldest)
             oldest.shutdown(socket.SHUT_RDWR)
             return True
@@ -4641,102 +4576,77 @@ class Server(ThreadingHTTPServer):
         self.open.discard(request)
         super().shutdown_request(request)
 
-    def hang_up(self, everything: bool) -> int:
-        """End idle connections, or all; returns how many are left."""
-        for connection in list(self.open):
-            if everything or connection not in self.busy:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        return len(self.open if everything else self.busy)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
+        self.proxy.log.exception("a connection failed")
 
 
 CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
-CONTEXT_ADVICE = "(kvproxy: raise -c, lower -np, or let the agent compact earlier)"
-TWICE_V1 = "(kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
-REMOVED = (
-    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
-    " lifted={lifted} dropped={dropped}"
-)
-ERROR_SHOWN = 200  # characters
-ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
+ERROR_SHOWN, ANSWER_SHOWN = 200, 500  # characters
 
 
 class Proxy:
-    """A running kvproxy. Everything hangs on it, so several can live in one process.
-
-    Use it as a context manager, or call start() and stop() from any thread:
-
-        with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
-            print(proxy.url)
+    """A running kvproxy: a context manager, or call start() and stop(). Everything hangs on it, so
+    several can live in one process. The file's first lines have an example.
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config = config or Config()
-        self.log = logging.Logger("kvproxy", config.log_level.upper())  # noqa: LOG001 - not global
+        self.log = logging.Logger("kvproxy", config.log_level.upper())  # noqa: LOG001
         self.backend, self.editor = Backend(config), Editor(config)
         self.replay = self.editor.replay
         self.reader = Reader(config.replay_mb << 20)
         self.ledger = Ledger(config.ledger_mb << 20)
-        self.metrics = Metrics(config)
-        self.pages = Pages(self)
+        self.metrics, self.pages = Metrics(config), Pages(self)
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
-        self.stopping = False
-        self.active: dict[Exchange, None] = {}  # requests being served; oldest first
+        self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
-        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
-        self.guard, self.life = threading.Lock(), threading.Lock()
-        self.telling = threading.Lock()  # keeps the lines of a request together
+        self.unexplained = list[Exchange]()  # to be recorded when the server is idle
         self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(config.listen_host)
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
         path, size = self.config.capture_file, self.config.capture_mb << 20
-        with self.life:
-            if self.server is not None:
-                return self
+        if self.server is None:
             if path:
                 self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
                 self.warmup.load()
             self.server = Server(self)
-            self.stopping = False
             self.warmup.start()
             serve = self.server.serve_forever
-            self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
-            self.thread.start()
+            threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True).start()
         return self
 
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
         """Take no more connections, let answers end for `grace` seconds, then close everything."""
-        with self.life:
-            server, self.server = self.server, None
-            if server is None:
-                return
-            self.stopping = True
-            self.warmup.stop()
-            with suppress(OSError):
-                server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
-            server.shutdown()
-            server.server_close()
-            for everything, seconds in ((False, grace), (True, 2.0)):
-                until = time.monotonic() + seconds
-                while server.hang_up(everything) and time.monotonic() < until:
-                    time.sleep(0.001)
-            self.thread.join(5)
-            with suppress(OSError):
-                if self.capture is not None:
-                    self.capture.close()
+        server, self.server = self.server, None
+        if server is None:
+            return
+        self.warmup.stop()
+        with suppress(OSError):
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
+        server.shutdown()
+        server.server_close()
+        for everything, seconds in ((False, grace), (True, 2.0)):
+            until = time.monotonic() + seconds
+            while server.open and time.monotonic() < until:
+                for connection in list(server.open if everything else server.waiting):
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                time.sleep(0.001)
+        for exchange in self.unexplained:
+            self.record(exchange)
+        with suppress(OSError):
+            if self.capture:
+                self.capture.close()
 
-    def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+    def __enter__(self) -> Proxy:  # noqa: PYI034
         return self.start()
 
     def __exit__(self, fault: object, *_: object) -> None:
@@ -4749,213 +4659,163 @@ class Proxy:
             raise RuntimeError("the proxy is not running")
         return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
+    @property
+    def running(self) -> int:
+        return len(self.active)
+
     def known_host(self, host: str) -> bool:
         """Whether a Host can be this machine; public DNS cannot hold some names."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         local = name.endswith(private) or not re.search(r"[.:]", name)
-        return bool(name) and (local or name in self.allowed or address_of(name) is not None)
-
-    @contextlib.contextmanager
-    def faults_logged(self, what: str) -> Iterator[None]:
-        """A fault of kvproxy is logged, and no client notices."""
-        try:
-            yield
-        except Exception:
-            self.log.exception(what)
-
-    # --- a request, from its body to the log ------------------------------------------------------
-
-    @property
-    def running(self) -> int:
-        return len(self.active)
-
-    def busy(self, exchange: Exchange, begins: bool) -> None:
-        """Note that a request begins or ends."""
-        with self.guard:
-            if begins:
-                self.active[exchange] = None
-                self.still.clear()
-                return
-            self.active.pop(exchange, None)
-            self.last_end = time.monotonic()
-            if not self.active:
-                self.still.set()
+        return bool(name and (local or name in self.allowed or address_of(name)))
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
+        raw, dialect, request = exchange.received, exchange.dialect, exchange.request
+        assert raw is not None and dialect
         try:
-            return self.edit(exchange)
-        except Unreadable as error:
-            note = str(error)
-        except RecursionError:  # what was parsed may be too deep for what comes after it
-            note = "nested too deeply"
+            view = self.reader.view(raw, dialect)
+            exchange.stream = bool(view.body.get("stream"))
+            exchange.model = visible(str(view.body.get("model") or "")[:80])
+            # Nobody's text may reach anybody else's prompt.
+            exchange.client = digest(exchange.address, *map(request.get, CLIENT_HEADERS))
+            asker = Asker(exchange.client, len(raw), not exchange.counting)
+            exchange.trace = trace = self.editor.apply(view, exchange.report, asker)
+            if trace.record:
+                trace.record.tap = exchange.tap
+            if exchange.report.edits():
+                exchange.forwarded = view.dump()
+            exchange.view = view
+        except (Unreadable, RecursionError) as error:
+            exchange.report = Report(note=str(error))
         except Exception:
-            note = "internal error"
+            exchange.report = Report(note="internal error")
             self.log.exception("a body could not be edited and was forwarded as it came")
-        exchange.report, exchange.view = Report(note=note), None
-        exchange.forwarded = exchange.received
-
-    def edit(self, exchange: Exchange) -> None:
-        raw, dialect = exchange.received, exchange.dialect
-        assert raw is not None and dialect is not None
-        view = self.reader.view(raw, dialect)
-        exchange.stream = bool(view.body.get("stream"))
-        exchange.model = visible(str(view.body.get("model") or "")[:80])
-        # Nobody's text may reach anybody else's prompt.
-        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        asker = Asker(exchange.client, len(raw), not exchange.counting)
-        exchange.trace = self.editor.apply(view, exchange.report, asker)
-        if exchange.trace.record is not None:
-            exchange.trace.record.tap = exchange.tap
-        exchange.view = view
-        if exchange.report.edits():
-            exchange.forwarded = view.dump()
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
         view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
-        if view is None or received is None or exchange.counting or explained:
+        if not view or received is None or exchange.counting or explained:
             return
-        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
-        with self.faults_logged("a request could not be explained"), unreadable:
+        try:
             original = None
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect))
             side = side_of(view, exchange.request.get(AGENT_ID))
-            now, talk = time.monotonic(), exchange.trace.conversation
-            prompt = Prompt(view, talk, side, now, original)
+            prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
-
-    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
-        """The response headers for a request that has X-Cache-Diagnostic: true."""
-        if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
-            return {}
-        self.explain(exchange)
-        report, verdict = exchange.report, exchange.verdict
-        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
-        if verdict is not None:
-            told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
-        return {f"X-KVProxy-{name}": value for name, value in told.items()}
-
-    def found(self) -> None:
-        """Note that the server answers."""
-        if self.backend.away:
-            self.log.info("backend found: %s answers", self.backend.name())
-        self.backend.away = False
+        except RecursionError:  # no server reads what is nested so deeply
+            pass
+        except Exception:
+            self.log.exception("a request could not be explained")
 
     def finished(self, exchange: Exchange) -> None:
         """Record a request; one that was lost when the server is idle and can be asked why."""
-        exchange.ended = time.monotonic()
-        with self.faults_logged("a finished request could not be recorded"):
+        exchange.ended = self.last_end = time.monotonic()
+        self.active.pop(exchange, None)
+        if exchange.begun and self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+            self.backend.away = False
+        try:
             self.settle(exchange)
             case = exchange.case
-            lost = case is not None and missing_tokens(case, exchange.usage)
-            if lost and self.asking.acquire(False):
-                threading.Thread(target=self.ask_why, args=(exchange,), daemon=True).start()
+            if case and missing_tokens(case, exchange.usage) and not self.unexplained:
+                self.unexplained.append(exchange)
             else:
-                self.record(exchange, {})
+                self.record(exchange)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
 
     def settle(self, exchange: Exchange) -> None:
-        """Read the beginning and the end of an answer, and let go of what is needed no longer."""
-        answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
-        first, last = tap.windows() if tap is not None else (b"", b"")
-        events = answer_events(first, last) if answered and exchange.dialect is not None else []
-        broken = next((one for one in itertools.chain(*events) if one.get("error")), None)
-        if broken is not None:  # in the middle of a stream
-            answered, first = False, dump(broken)
+        """Read an answer's beginning and end, and let go of what is needed no longer."""
+        tap, trace, view = exchange.tap, exchange.trace, exchange.view
+        first, last = tap.windows() if tap else (b"", b"")
+        events = answer_events(first, last) if exchange.status == 200 and exchange.dialect else []
+        error = first if exchange.status >= 400 else b""
+        for event in itertools.chain(*events):
+            if event.get("error"):  # in the middle of a stream
+                error = dump(event)
+        answered = exchange.status == 200 and not error
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        record = trace.record
-        if record is not None:
+        if answered:
+            exchange.usage = usage_of(events)
+            said = [text for text, _ in answer_parts(events[:1])]
+            exchange.answer = "".join(said)[:ANSWER_SHOWN]
+        else:
+            exchange.error = error_text(error, exchange.request)
+            exchange.verdict = exchange.case = None
+        if record := trace.record:
             record.answer, record.tap = heard_answer(events) if answered else None, None
             if record.answer:
                 self.replay.answered(trace, record.answer)
-        if exchange.status >= 400 or broken is not None:
-            exchange.error = error_text(first, exchange.request)
-            if CONTEXT_FULL.search(first) and (exchange.status == 400 or broken is not None):
-                exchange.error += f" {CONTEXT_ADVICE}"
-                if record is not None:
-                    self.replay.lines.drop(record.line)
-        if exchange.request.path.startswith("/v1/v1/"):
-            exchange.error = f"{exchange.error} {TWICE_V1}".strip()
-        if answered:
-            exchange.usage = usage_of(events)
-            said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
-            exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
-        else:
-            exchange.verdict = exchange.case = None
-        if exchange.verdict is not None and exchange.view is not None:
+            if exchange.status in (200, 400) and CONTEXT_FULL.search(error):
+                self.replay.lines.drop(record.line)
+        if exchange.verdict and view:
             if not exchange.verdict.side:
-                self.warmup.remember(exchange, exchange.view)
-            self.warmup.plan(exchange, exchange.view, exchange.verdict.side)
+                self.warmup.remember(exchange, view)
+            self.warmup.plan(exchange, view, exchange.verdict.side)
         exchange.tap = exchange.view = None
         exchange.trace = Trace(trace.conversation)
 
-    def ask_why(self, exchange: Exchange) -> None:
-        """Record a lost request once the server is idle, and has told what it is."""
-        try:
-            self.record(exchange, self.backend.describe() if self.still.wait(IDLE_WAIT) else {})
-        finally:
-            self.asking.release()
+    def explain_lost(self) -> None:
+        """Record lost requests, once the server is idle or they have waited for that."""
+        while self.unexplained:
+            if self.running and time.monotonic() - self.unexplained[0].ended < IDLE_WAIT:
+                return
+            self.record(self.unexplained.pop(0), idle=not self.running)
 
-    def record(self, exchange: Exchange, server: Json) -> None:
-        """Settle a verdict; write page, metrics, log and capture. `server`: what it told of itself
-        if it can be asked how it renders the prompts."""
+    def record(self, exchange: Exchange, idle: bool = False) -> None:
+        """Settle a verdict, for which an idle server is asked; write page, log and capture."""
         case, exchange.case = exchange.case, None
-        with self.faults_logged("a finished request could not be recorded"):
-            if case is not None:
-                case.slots = server.get("slots")
-                if exchange.stream and exchange.begun:
-                    case.first_byte = exchange.begun - exchange.sent
-                settle(case, exchange.usage, self.config)
-                if server and case.verdict.name == "lost":
-                    self.ask_template(exchange, case)
-                self.warmup.notice(exchange, case)
-            if self.capture is not None and exchange.received is not None:
-                row = json.dumps(capture_row(exchange), separators=(",", ":"))
-                self.capture.handle(logging.makeLogRecord({"msg": row}))
+        if case:
+            case.slots = self.backend.describe().get("slots") if idle else None
+            if exchange.stream and exchange.begun:
+                case.first_byte = exchange.begun - exchange.sent
+            settle(case, exchange.usage, self.config)
+            if idle and case.verdict.name == "lost":
+                self.ask_template(exchange, case)
+            self.warmup.notice(exchange, case)
+        if self.capture and exchange.received is not None:
+            row = json.dumps(capture_row(exchange))
+            self.capture.handle(logging.makeLogRecord({"msg": row}))
+        level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
+        news = self.editor.lifter.learner.news
+        with self.metrics.guard:  # which keeps the lines of a request together
             warning = self.metrics.count(exchange)
-            if case is not None:
-                case.prompt.number = exchange.number
-            news = self.editor.lifter.learner.news
             while news:
-                with suppress(IndexError):  # another thread told it
-                    told = learned(news.popleft(), self.config)
-                    self.log.info("learned: %s; to fix it: %s", *told)
-            level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
-            if self.log.isEnabledFor(level):
-                with self.telling:
-                    for line in log_lines(exchange):
-                        self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
-            if warning:
-                self.log.warning("%s", warning)
+                told = learned(news.popleft(), self.config)
+                self.log.info("learned: %s; to fix it: %s", *told)
+            for line in log_lines(exchange) if self.log.isEnabledFor(level) else ():
+                self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
+        if warning:
+            self.log.warning("%s", warning)
+        if case:
+            case.prompt.number = exchange.number
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base, dialect = case.verdict, case.base, exchange.dialect
-        if base is None or not case.whole or dialect is None or not dialect.edited:
+        if not base or not case.whole or not dialect or not dialect.edited:
             return
-        with self.metrics.guard:
-            before = [one for one in self.metrics.recent if one.number == base.number]
+        before = [one for one in list(self.metrics.recent) if one.number == base.number]
         prompts = list[str]()
         for one in (*before, exchange):
-            body = bytes(one.forwarded or b"")
+            body = one.forwarded or b""
             if dialect.name != "chat":
                 body = dump(chat_of(view_of(parse(body), dialect)))
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
+            answer = self.backend.ask("/apply-template", 3.0, body, keys_of(exchange.request))[1]
             prompts.append(str(members(answer).get("prompt") or ""))
-        if len(prompts) < 2:
-            return
-        rendered_otherwise(verdict, base, *prompts)
-        if all(prompts):
+        if len(prompts) == 2 and all(prompts):
+            rendered_otherwise(verdict, base, *prompts)
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
@@ -4973,11 +4833,10 @@ def url_of(host: str, port: int) -> str:
 
 def keys_of(request: Request) -> dict[str, str]:
     """The headers that let a client in."""
-    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
-    return {name: key for name, key in keys.items() if key}
+    return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(host: str) -> Any:
     """The IP address that a text is; None of any other."""
     with suppress(ValueError):
         address = ipaddress.ip_address(host.split("%")[0])
@@ -4987,19 +4846,17 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 def is_loopback(host: str) -> bool:
     address = address_of(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def printable(path: str) -> str:
-    """A path without parameters and query, which may hold a key, and control characters."""
-    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+    return host == "localhost" or bool(address and address.is_loopback)
 
 
 def visible(text: str) -> str:
-    """A text for the terminal, which would obey the control characters in it."""
-    if text.isprintable():
-        return text
+    """A text without control characters, which a terminal would obey."""
     return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
+
+
+def printable(path: str) -> str:
+    """A path without what may hold a key."""
+    return visible(re.split("[?;]", path)[0])
 
 
 def error_text(answer: bytes, request: Request) -> str:
@@ -5018,162 +4875,103 @@ def learned(shape: Shape, config: Config) -> tuple[str, str]:
     """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
     name = f'line "{name}"' if shape.form else name
-    line = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
-    return f"system {name} varies, lifted", line
-
-
-# --- log and metrics ------------------------------------------------------------------------------
-
-# The original's line, which scripts read; other counts follow where they are not 0.
-LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+    setting = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
+    return f"system {name} varies, lifted", setting
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: a line, and another one when a prompt was not reused for a reason."""
+    """The log of one request: a line, and another one when a prompt was not reused for a reason.
+    Scripts read its first fields."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
-    prompt = exchange.dialect is not None and request.method == "POST"
+    prompt = bool(exchange.dialect) and request.method == "POST"
     if prompt:
-        counts = dict(vars(exchange.report))
-        note = counts.pop("note")
-        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
-        parts.append(f"stream={exchange.stream}")
-        parts += [f"{name}={count}" for name, count in counts.items() if count]
+        counts = vars(exchange.report)
+        first = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+        told = {name: counts[name] for name in first} | {"stream": exchange.stream}
+        told |= {name: count for name, count in counts.items() if count and name != "note"}
         if usage.cached is not None and usage.prompt:
-            share = 100 * usage.cached / usage.prompt
-            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+            told["reused"] = f"{usage.cached}/{usage.prompt} ({usage.cached / usage.prompt:.1%})"
         elif exchange.status == 200 and not exchange.counting:
-            parts.append("reused=not reported")
+            told["reused"] = "not reported"
         if usage.prompt_ms is not None:
-            parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        parts.append(f"model={exchange.model}" if exchange.model else "")
-        parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
-        parts.append(verdict.title() if verdict is not None else "")
-        parts.append(f"forwarded as it came: {note}" if note else "")
+            told["prompt_ms"] = round(usage.prompt_ms)
+        if exchange.model:
+            told["model"] = exchange.model
+        told["ms"] = round(1000 * (exchange.ended - exchange.started))
+        parts += [f"{name}={value}" for name, value in told.items()]
+        parts.append(verdict.title() if verdict else "")
+        parts.append(counts["note"] and f"forwarded as it came: {counts['note']}")
     if exchange.status != 200 or not prompt:
         parts.append(f"status={exchange.status or '-'}")
     lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
-    if verdict is not None and not verdict.side and verdict.line():
+    if verdict and not verdict.side and verdict.line():
         lines.append("    " + verdict.line())
     return lines
 
 
-class Judged(NamedTuple):
-    """What became of a prompt whose reuse was reported."""
-
-    cached: int
-    prompt: int
-    verdict: Verdict
-    conversation: str
-    missed: bool  # too little was reused of what should have been
-
-
-def reused_share(prompts: Collection[Judged]) -> float | None:
-    total = sum(one.prompt for one in prompts)
-    return sum(one.cached for one in prompts) / total if total else None
-
-
-METRICS = (
-    # (name, the label of its values, help)
-    ("requests_total", "status", "Requests forwarded, by the status of their answers."),
-    ("verdicts_total", "verdict", "Prompts by what became of them."),
-    ("edits_total", "kind", "Edits made to requests, by kind."),
-    ("untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    ("prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
-    ("idle_tokens_total", "", "Tokens read in idle time."),
-    ("saved_seconds_total", "", "Estimate of what reuse saved."),
-    ("hit_ratio", "", "Reused share of the last 20 prompts."),
-    ("running_requests", "", "Requests being served."),
-    ("backend_up", "", "Whether the server took the last request."),
-    ("build_info", "version", "The version of kvproxy."),
-    ("first_byte_seconds_total", "", "Seconds from a prompt to its answer's first byte, summed."),
-    ("first_bytes_total", "", "Answers that began."),
-    ("learned_shapes", "", "What was seen to vary in system prompts."),
-    ("replay_bytes", "", "Memory held for replay."),
-    ("ledger_bytes", "", "Memory for verdicts."),
-    ("start_time_seconds", "", "Start, in seconds since 1970."),
-)
+def reused_share(prompts: Sequence[Any]) -> float | None:
+    total = sum(one.usage.prompt for one in prompts)
+    return sum(one.usage.cached for one in prompts) / total if total else None
 
 
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
-        self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
+        self.recent = collections.deque[Exchange]()
+        self.kept = 0  # bytes of their bodies
+        self.window = collections.deque[Any](maxlen=20)  # exchanges whose reuse was reported
         self.failure: tuple[int, str, str] | None = None  # of the last prompt
-        self.window: collections.deque[Judged] = collections.deque(maxlen=20)
-        # (name in METRICS, a value of its label) -> number
+        # (name, label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
-        self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
-        for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
-            self.counts[f"{name}_total", ""] = 0
+        self.counts["build_info", f'version="{__version__}"'] = 1
         self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
-        self.kept = 0  # bytes of their bodies, and of some that are gone
-        self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
+        self.long_ms = self.long_tokens = 0.0  # of all long reads
         self.warned = False
 
     def count(self, exchange: Exchange) -> str:
-        """Enter a finished request; returns a warning to log, or ''."""
-        report, counts = exchange.report, self.counts
-        with self.guard:
-            self.number += 1
-            exchange.number = self.number
-            counts["requests_total", str(exchange.status)] += 1
-            for name, number in vars(report).items() if report.edits() else ():
-                if number and name not in ("items", "items_modified", "note"):
-                    counts["edits_total", name] += number
-            if report.note:
-                counts["untouched_total", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None or exchange.error:
-                self.keep(exchange)
-            if exchange.dialect is not None and not exchange.counting:
-                told = exchange.status, exchange.error, exchange.fault
-                failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
-                self.failure = told if failed else None
-                if exchange.begun:
-                    counts["first_bytes_total", ""] += 1
-                    counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
-            return self.count_verdict(exchange, exchange.verdict) if exchange.verdict else ""
-
-    def count_verdict(self, exchange: Exchange, verdict: Verdict) -> str:
-        prompt, cached = exchange.usage.prompt, exchange.usage.cached
+        """Enter a finished request; returns a warning to log, or ''. The caller has the guard."""
+        counts, verdict, usage = self.counts, exchange.verdict, exchange.usage
+        self.number += 1
+        exchange.number = self.number
+        counts["requests_total", f'status="{exchange.status}"'] += 1
+        if exchange.dialect or exchange.error:
+            self.keep(exchange)
+        if exchange.dialect and not exchange.counting:
+            told = exchange.status, exchange.error, exchange.fault
+            failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
+            self.failure = told if failed else None
+            if exchange.begun:
+                counts["first_bytes_total", ""] += 1
+                counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
+        if not verdict:
+            return ""
         self.judged += 1
-        self.counts["verdicts_total", verdict.name] += 1
-        if prompt is None or cached is None:
+        counts["verdicts_total", f'verdict="{verdict.name}"'] += 1
+        prompt, cached, read = usage.prompt, usage.cached, usage.read()
+        if prompt is None or cached is None or read is None:
             return ""
         self.reported += 1
-        self.counts["prompt_tokens_total", "reused"] += cached
-        self.counts["prompt_tokens_total", "read"] += prompt - cached
-        self.save(exchange, prompt, cached)
+        counts["prompt_tokens_total", 'state="reused"'] += cached
+        counts["prompt_tokens_total", 'state="read"'] += read
+        if usage.prompt_ms is not None and read >= 512:  # fewer take longer for each
+            self.long_ms += usage.prompt_ms
+            self.long_tokens += read
+        saved = cached - round(exchange.straight * prompt)
+        if self.long_tokens and saved >= 64:
+            counts["saved_seconds_total", ""] += saved * self.long_ms / self.long_tokens / 1000
         if verdict.side:
             return ""
-        missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
-        talk = exchange.trace.conversation
-        self.window.append(Judged(cached, prompt, verdict, talk, missed))
-        return self.warning()
-
-    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add the time that was saved, at the rate of all long reads."""
-        read, ms = prompt - cached, exchange.usage.prompt_ms
-        if ms is None and exchange.stream and exchange.begun:
-            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
-        if ms is not None and read >= self.LONG_READ:
-            self.long_ms, self.long_tokens = self.long_ms + ms, self.long_tokens + read
-        more = cached - round(exchange.straight * prompt)
-        if self.long_tokens and more >= 64:
-            seconds = more * self.long_ms / self.long_tokens / 1000
-            self.counts["saved_seconds_total", ""] += seconds
-
-    def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
+        exchange.missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+        self.window.append(exchange)
         rate = reused_share(self.window)
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
-        elif not self.warned and len(self.window) == 20:
+        elif not self.warned and len(self.window) == 20:  # once, until it has recovered
             self.warned = True
             return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
         return ""
@@ -5186,15 +4984,13 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest go when all take too much."""
+        """Keep a request for the page; the oldest go when all take too much."""
         self.recent.append(exchange)
         self.kept += exchange.size()
-        if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
-            self.kept = 0
-            for one in reversed(self.recent):
-                if self.kept + one.size() > self.KEEP_BYTES:
-                    one.received = one.forwarded = None
-                self.kept += one.size()
+        while len(self.recent) > self.config.keep_requests or self.kept > self.KEEP_BYTES:
+            oldest = self.recent.popleft()
+            self.kept -= oldest.size()
+            oldest.received = oldest.forwarded = None
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -5492,9 +5288,8 @@ class Warmup:
 
     def start(self) -> None:
         self.over.clear()
-        if self.enabled or self.config.prefill_ahead != "0":
-            self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
-            self.thread.start()
+        self.thread = threading.Thread(target=self.run, name="kvproxy-warmup", daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
         """End the thread, in the middle of a prefill as well."""
@@ -5508,8 +5303,11 @@ class Warmup:
 
     def run(self) -> None:
         while not self.over.wait(self.LOOK):
-            with self.proxy.faults_logged("warm-up failed"):
+            try:
+                self.proxy.explain_lost()
                 self.step()
+            except Exception:
+                self.proxy.log.exception("warm-up failed")
 
     def step(self) -> None:
         """Have the server read what is due, if nothing else is going on."""
@@ -5536,16 +5334,14 @@ class Warmup:
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
         told, started, status = "interrupted", time.monotonic(), 0
         try:
-            url, seconds = self.proxy.backend.locate(), self.config.read_timeout
             keys = self.keys if prefill.keys is None else prefill.keys
-            status, answer = fetch(url, prefill.path, seconds, keys, prefill.body(), prefill.opened)
+            question = prefill.path, self.config.read_timeout, prefill.body(), keys
+            status, answer = self.proxy.backend.ask(*question, prefill.opened)
             if status:
                 told = f"the server answers {status}"
             if status == 200:
                 prefill.usage = usage_of([[members(answer)]])
                 told = f"tokens read: {read_of(prefill.usage)}"
-        except OSError:
-            pass
         finally:
             self.prefill, prefill.sock, prefill.closed = None, None, True
         read = prefill.usage.read() or 0
@@ -5893,14 +5689,12 @@ class Pages:
             values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
-        values["replay_bytes", ""] = proxy.replay.size()
-        values["ledger_bytes", ""] = proxy.ledger.size
-        for name, label, text in METRICS:
+        for name in sorted({name for name, _ in values}):
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
+            lines.append(f"# TYPE kvproxy_{name} {kind}")
             for (of, value), number in sorted(values.items()):
                 if of == name:
-                    labels = f'{{{label}="{value}"}}' if label else ""
+                    labels = f"{{{value}}}" if value else ""
                     lines.append(f"kvproxy_{name}{labels} {number}")
         return "\n".join(lines) + "\n"
 
@@ -5914,13 +5708,13 @@ class Pages:
                     prompts.append(Prompt(view_of(parse(raw), exchange.dialect)).segments)
 
         def count(text: str) -> int | None:
-            body, request = dump({"content": text}), exchange.request
-            answer = self.proxy.backend.ask("/tokenize", 3.0, body, request)[1]
+            body, keys = dump({"content": text}), keys_of(exchange.request)
+            answer = self.proxy.backend.ask("/tokenize", 3.0, body, keys)[1]
             tokens = members(answer).get("tokens")
             return len(tokens) if isinstance(tokens, list) else None
 
         if len(prompts) == 2:
-            idle = self.proxy.still.is_set()
+            idle = not self.proxy.running
             tokens = exchange.usage.prompt
             row["where it goes"] = weights_of(prompts[1], tokens, count if idle else None)
             row["diff"] = difference(*prompts)
@@ -5954,10 +5748,9 @@ class Pages:
     def page(self, near: bool = True, host: str = "") -> Answer:
         """The page; without words of prompts unless `near`. `host`: how it was reached."""
         proxy, metrics, config = self.proxy, self.proxy.metrics, self.proxy.config
-        if not proxy.running:
-            proxy.backend.look()
-        with proxy.guard:
-            requests = [one for one in reversed(proxy.active) if one.dialect is not None]
+        if not proxy.running and not proxy.backend.describe(1.0):
+            proxy.backend.lost()
+        requests = [one for one in list(proxy.active)[::-1] if one.dialect is not None]
         with metrics.guard:
             state, tone, hint, cure = self.headline(near, host)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
@@ -6043,8 +5836,8 @@ class Pages:
         if not judged:
             hint = "Nothing can be reused until a conversation goes on."
             return f"{firsts}, nothing to reuse so far", "fair", hint, ""
-        talk = metrics.window[-1].conversation
-        newest = [one for one in judged if one.conversation == talk] or judged
+        talk = metrics.window[-1].trace.conversation
+        newest = [one for one in judged if one.trace.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
         misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
         if rate >= least and misses < 3:
@@ -6069,7 +5862,7 @@ class Pages:
     def facts(self) -> str:
         metrics, warmup = self.proxy.metrics, self.proxy.warmup
         counts, tokens = metrics.counts, "prompt_tokens_total"
-        reused, read = counts[tokens, "reused"], counts[tokens, "read"]
+        reused, read = counts[tokens, 'state="reused"'], counts[tokens, 'state="read"']
         saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
         unknown = "" if metrics.reported else "not reported" if metrics.judged else "-"
         facts = {
@@ -6276,8 +6069,8 @@ def play(
 
     def ask(tokens: int) -> Json:
         body = {"model": "local", "messages": [system, *turns], "max_tokens": tokens}
-        server, path = urllib.parse.urlsplit(url), "/v1/chat/completions"
-        status, answer = fetch(server, path, timeout, headers, dump({**body, "temperature": 0}))
+        server, data = Backend(Config(backend_url=url)), dump({**body, "temperature": 0})
+        status, answer = server.ask("/v1/chat/completions", timeout, data, headers)
         if status != 200:
             raise OSError(f"status {status}: " * (status > 0) + " ".join(str(answer)[:200].split()))
         return members(answer)
@@ -6448,7 +6241,7 @@ def command_check(args: Words, config: Config) -> int:
         return 1
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        wants_key = "key" in found["state"]
+        wants_key = re.search("40[13]", found["state"])
         print("Set API_KEY and try again." if wants_key else "Try again when it is ready.")
         return 1
     slots, context = backend.ask("/slots")[1], found.get("context")
@@ -6461,8 +6254,6 @@ def command_check(args: Words, config: Config) -> int:
     }
     for name in [name for name, there in faults.items() if there] or ["no fault"]:
         text = ADVICE[name].format(context=context)
-        if found["product"] == "LM Studio":
-            text = text.replace("-c or lower -np", "Context Length, where the model is loaded")
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     return 0
 

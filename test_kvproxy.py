@@ -519,10 +519,11 @@ class Rig:
         found, own = peer.response(method), peer.sock.getsockname()
 
         def done() -> bool:
-            names = []
-            for sock in list(self.proxy.server.busy) if self.proxy.server else ():
+            names, server = [], self.proxy.server
+            for sock in list(server.open) if server else ():
                 with contextlib.suppress(OSError):
-                    names.append(sock.getpeername())
+                    if sock not in server.waiting:
+                        names.append(sock.getpeername())
             return own not in names
 
         wait_for(done, "the end of the request")
@@ -1245,7 +1246,8 @@ def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: st
 def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
-    monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
+    # nobody answers there
+    monkeypatch.setattr(kvproxy.Backend, "ask", lambda *where: (0, ""))
     assert kvproxy.main([]) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
@@ -1656,7 +1658,8 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
                 proxy.explain(exchange)
             finally:
                 sys.setrecursionlimit(limit)
-            assert exchange.report.note in ("", "nested too deeply")
+            note = exchange.report.note
+            assert not note or note.startswith(("nested too deeply", "maximum recursion depth"))
             assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
     assert log.lines == []
     if sys.version_info < (3, 12):
@@ -8225,7 +8228,7 @@ def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     assert lines[3].startswith("POST /v1/messages/count_tokens | items=1 ")
     assert lines[3].endswith("stream=False")
     assert lines[4] == "POST /v1/embeddings | status=200"
-    assert lines[5] == "GET /\\x9b31m\\xff | status=200"
+    assert lines[5] == "GET /\\x9b31m\xff | status=200"
 
 
 @pytest.mark.parametrize(
@@ -8268,35 +8271,6 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
         return link.finish()
 
     return script
-
-
-def test_explain_diagnostic_headers(rig: MakeRig) -> None:
-    one = rig(ex_caching(), **STAMPED_OFF)
-    first, second = ex_talk(2)
-    first["messages"][1]["content"] = (
-        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
-    )
-    plain = one.post(EX_CHAT_PATH, first)
-    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
-    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
-    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
-    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
-    answer = one.post(
-        EX_CHAT_PATH,
-        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
-        "x-cache-diagnostic: TRUE\r\n",
-    )
-    assert (
-        "ts=0 ids=0 billing=0 regex=1 " in answer.get("X-KVProxy-Removed")
-        and answer.get("X-KVProxy-Verdict") == "new branch"
-    )
-    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
-    assert (
-        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
-    )
-    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
 
 
 # --- the ledger in the proxy ----------------------------------------------------------------------
@@ -10672,6 +10646,8 @@ def server_props(link: Link, seen: Seen) -> None:
         settings = {"n_ctx": 4096}
         return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
                            "default_generation_settings": settings})  # fmt: skip
+    if seen.target == "/v1/models":
+        return link.reply(EX_MODELS)
     usage_answer(link, seen)
 
 
@@ -10805,14 +10781,11 @@ def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
         ("/a/b//", "/", "/a/b/"),
         ("/v1", "/v1/models", "/v1/models"),
         ("/v1/", "/v1", "/v1"),
-        ("/v1", "/models", "/v1/models"),
         ("/v1", "/props", "/props"),
         ("/llm/v1/", "/apply-template", "/llm/apply-template"),
         ("/v1", "/slots?model=m", "/slots?model=m"),
-        ("/v1", "/proposals", "/v1/proposals"),
         ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
         ("/api/v1", "/v1/models", "/api/v1/models"),
-        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
         ("/v1/api", "/v1/models", "/v1/api/v1/models"),
         ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
     ],
@@ -10826,7 +10799,7 @@ def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
     server = FakeServer()
     proxied = rig(backend_url=server.url + "/llm/v1/")
     assert proxied.get("/v1/models?q=1").status == 200
-    assert proxied.post("/chat/completions", HI).status == 200
+    assert proxied.post("/v1/chat/completions", HI).status == 200
     assert [seen.target for seen in server.seen] == [
         "/llm/v1/models?q=1",
         "/llm/v1/chat/completions",
@@ -11745,7 +11718,8 @@ def by_hand(monkeypatch: Patch) -> None:
     """A warm-up that does nothing of its own accord: the test calls step()."""
 
     def run(self: kvproxy.Warmup) -> None:
-        self.over.wait(600)
+        while not self.over.wait(0.02):
+            self.proxy.explain_lost()
 
     monkeypatch.setattr(kvproxy.Warmup, "run", run)
     monkeypatch.setattr(kvproxy.Warmup, "FIRST_WAIT", 0.0)
@@ -13565,13 +13539,9 @@ def test_status_time_saved() -> None:
     metrics.count(unedited)
     assert metrics.counts["saved_seconds_total", ""] == pytest.approx((990 + 490) * 2 / 1000)
     timed = ex_done(0, 3000, "cold")
-    # no prompt_ms (Anthropic): the first event tells
-    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
-    metrics.count(timed)
+    metrics.count(timed)  # no prompt_ms: nothing is known of its time
     metrics.count(ex_done(1000, 1000))
-    assert metrics.counts["saved_seconds_total", ""] == pytest.approx(
-        (990 + 490) * 2 / 1000 + 1000 * 16 / 4000
-    )
+    assert metrics.counts["saved_seconds_total", ""] == pytest.approx((1990 + 490) * 2 / 1000)
 
 
 def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
@@ -13597,13 +13567,11 @@ def test_status_bodies_kept_are_bounded() -> None:
         exchange = ex_done(0)
         exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
         metrics.count(exchange)
-        held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
-        assert held <= 1000
-    assert (
-        len(metrics.recent) == 5
-        and metrics.recent[-1].received is None
-        and metrics.recent[-1].number == 8
-    )
+        assert sum(one.size() for one in metrics.recent) == metrics.kept <= 1000
+    assert not metrics.recent and exchange.number == 8 and exchange.received is None
+    for _ in range(9):
+        metrics.count(ex_done(0))
+    assert len(metrics.recent) == 5 and metrics.recent[-1].number == 17
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -13617,8 +13585,7 @@ def test_status_page_before_any_request(rig: MakeRig) -> None:
     assert "No prompt yet" in text and "None yet." in text
     assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
     assert one.get("/kvproxy/requests").json() == {"requests": []}
-    assert {seen.target for seen in one.server.seen} == {"/props", "/v1/models"}  # once
-    assert len(one.server.seen) == 2
+    assert {seen.target for seen in one.server.seen} == {"/props", "/v1/models"}
 
 
 def test_status_page(rig: MakeRig) -> None:
@@ -13736,7 +13703,7 @@ def test_server_full_context_in_the_middle_of_a_stream(rig: MakeRig) -> None:
 
     one = rig(script)
     found = ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI, stream=True)])
-    assert "raise -c" in found[0].error and not one.proxy.replay.lines.used
+    assert "context size" in found[0].error and not one.proxy.replay.lines.used
 
 
 def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
@@ -13763,7 +13730,6 @@ def test_status_page_tells_what_goes_on_now(rig: MakeRig) -> None:
     one.finished(1)
     assert "kvproxy_backend_up 1" in one.get("/kvproxy/metrics").body.decode()
     one.server.close()
-    one.proxy.backend.next_look = 0.0  # ten seconds later
     one.get("/kvproxy")
     assert "kvproxy_backend_up 0" in one.get("/kvproxy/metrics").body.decode()
 
@@ -14009,20 +13975,12 @@ def ex_metrics(text: str) -> dict[str, float]:
     """Samples of the Prometheus text format; asserts what the format demands."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
-    helped: set[str] = set()
     assert text.endswith("\n")
     for line in text.splitlines():
-        if line.startswith("# HELP "):
-            name = line.split(" ")[2]
-            assert name not in helped and len(line.split(" ")) > 3
-            helped.add(name)
-        elif line.startswith("# TYPE "):
+        if line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
-            assert (
-                name in helped
-                and kind in ("counter", "gauge")
-                and (kind == "counter") == name.endswith("_total")
-            )
+            assert name not in kinds and kind in ("counter", "gauge")
+            assert (kind == "counter") == name.endswith("_total")
             kinds[name] = kind
         else:
             match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
@@ -14053,25 +14011,19 @@ def test_status_metrics(rig: MakeRig) -> None:
         'kvproxy_verdicts_total{verdict="extended"}': 1,
         'kvproxy_verdicts_total{verdict="lost"}': 1,
         'kvproxy_verdicts_total{verdict="not reported"}': 1,
-        'kvproxy_edits_total{kind="regex_removed"}': 1,
-        'kvproxy_untouched_total{reason="not JSON"}': 0,
-        'kvproxy_untouched_total{reason="not UTF-8"}': 1,
         'kvproxy_prompt_tokens_total{state="reused"}': 1000,
         'kvproxy_prompt_tokens_total{state="read"}': 2100,
         "kvproxy_hit_ratio": 1000 / 3100,
         "kvproxy_running_requests": 0,
     }.items():
         assert found.get(sample, 0) == pytest.approx(value), sample
-    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
-    assert found["kvproxy_ledger_bytes"] > 1000 and found[
-        "kvproxy_start_time_seconds"
-    ] == pytest.approx(time.time(), abs=600)
+    assert 0 <= found.get("kvproxy_saved_seconds_total", 0) < 0.3  # next to nothing was edited
     parser = pytest.importorskip("prometheus_client.parser")
     families = {
         family.name: family
         for family in parser.text_string_to_metric_families(answer.body.decode())
     }
-    assert len(families) == len(kvproxy.METRICS)
+    assert len(families) == len({name for name, _ in one.proxy.metrics.counts}) + 4
     assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
         "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
     }
@@ -14241,7 +14193,7 @@ def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
     asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
     assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
     assert "<h2>Where its tokens go</h2>" in one.get("/kvproxy/requests/1").body.decode()
-    one.proxy.still.clear()
+    one.proxy.active[one.finished(1)[0]] = None  # it is served
     assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
     assert "go, estimated</h2>" in one.get("/kvproxy/requests/1").body.decode()
     assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 16
@@ -14381,7 +14333,7 @@ STATUS_FULL = "request (40000 tokens) exceeds the available context size (32768 
 @pytest.mark.parametrize(
     ("status", "answer", "told"),
     [
-        (400, {"error": {"message": STATUS_FULL}}, f"{STATUS_FULL} (kvproxy: raise -c, lower -np, "),
+        (400, {"error": {"message": STATUS_FULL}}, STATUS_FULL),
         (400, {"error": "no such model"}, "no such model"),
         (500, b"<h1>Oops</h1>\n\x1b[31mred", "<h1>Oops</h1> \\x1b[31mred"),
         (401, {"error": {"message": "wrong key k-12345678, see ?a=q-12345678"}}, "wrong key ***, see ?a=***"),
@@ -14405,15 +14357,6 @@ def test_status_shows_a_servers_error(rig: MakeRig, status: int, answer: Any, to
     assert all(row["error"] in text for text in (*shown, one.log.lines[0]))
     assert not any("12345678" in text for text in (*shown, *one.log.lines))
     assert row["error"] not in one.get("/kvproxy", "Via: 1.1 box\r\n").body.decode()
-
-
-def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
-    one = rig(lambda link, seen: link.reply({"error": "Unexpected endpoint"}), log_level="info")
-    one.post("/v1/v1/chat/completions", ex_chat(EX_HI))
-    one.finished(1)
-    hint = "/v1 stands there twice: leave it out of the agent's base URL"
-    assert one.log.lines[0].endswith(f"status=200 | (kvproxy: {hint})")
-    assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
 
 
 def test_server_keeps_the_lines_of_a_request_together(rig: MakeRig) -> None:
@@ -14454,7 +14397,6 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
     text = one.get("/kvproxy").body.decode()
     assert ">The model server does not answer (502)<" in text and "cannot be reached" in text
     one.server = FakeServer(port=port)
-    one.proxy.backend.next_look = 0.0  # ten seconds later
     text = one.get("/kvproxy").body.decode()
     assert ">The model server answers again<" in text
     for _ in range(2):
@@ -14469,8 +14411,7 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
 
 
 def test_status_without_a_prompt_invites(rig: MakeRig) -> None:
-    """The address to copy, and whether the server answers; a server that is away is not asked on
-    every look."""
+    """The address to copy, and whether the server answers."""
     props = {"total_slots": 4, "model_path": "/m/big.gguf", "default_generation_settings": {"n_ctx": 8}}  # fmt: skip
     one = rig(ex_answers({"/props": props, "/v1/models": EX_MODELS}))
     text = one.get("/kvproxy").body.decode()
@@ -14487,8 +14428,7 @@ def test_status_without_a_prompt_invites(rig: MakeRig) -> None:
     text = away.get("/kvproxy").body.decode()
     assert f"No model server answers at {away.server.url}. llama-server listens on" in text
     away.server = FakeServer(port=away.server.port)
-    assert "No model server answers" in away.get("/kvproxy").body.decode()
-    assert away.server.seen == []
+    assert "The model server answers at " in away.get("/kvproxy").body.decode()
 
 
 def test_status_headline_judges_the_newest_conversation(rig: MakeRig) -> None:
@@ -15423,31 +15363,6 @@ def test_commands_check_lm_studio(monkeypatch: Patch, capsys: Capsys) -> None:
     assert "the server does not tell" in " ".join(out.split()) and "bench" in out
 
 
-@pytest.mark.parametrize(("loaded", "told"), [(8192, "context 8192, "), (None, "")])
-def test_commands_check_lm_studios_context(
-    monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
-    loaded: int | None,
-    told: str,
-) -> None:
-    """Of the model that is loaded; what a model could have at most says nothing."""
-    models = {"data": [{"id": "a", "owned_by": "organization_owner"}]}
-    own = [
-        {"id": "a", "state": "not-loaded", "loaded_context_length": 5},
-        {"id": "e", "state": "loaded", "loaded_context_length": 512, "type": "embeddings"},
-        {"id": "b", "state": "loaded", "max_context_length": 131072},
-    ]
-    if loaded:
-        own[2]["loaded_context_length"] = loaded
-    unknown = (200, {"error": "Unexpected endpoint or method. (GET /props)"})
-    script = ex_answers({"/v1/models": models, "/api/v0/models": {"data": own}}, unknown)
-    code, out = ex_check(monkeypatch, capsys, script)
-    assert code == 0 and out.splitlines()[0] == f"URL: LM Studio, {told}model b"
-    words = " ".join(out.split())
-    assert ("8,192 tokens of context" in words) is bool(loaded) and "-np" not in words
-    assert ("raise Context Length" in words) is bool(loaded)
-
-
 def test_commands_check_names_llama_swap(
     monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -15479,7 +15394,7 @@ def test_commands_check_of_a_server_that_loads(monkeypatch: Patch, capsys: Capsy
     code, out = ex_check(
         monkeypatch, capsys, ex_answers({}, (503, {"error": {"message": "Loading model"}}))
     )
-    assert code == 1 and "loading its model" in out
+    assert code == 1 and "it answers 503" in out
 
 
 def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> None:
