@@ -4449,9 +4449,10 @@ class Backend:
     ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
         headers = {"Content-Type": "application/json", **(self.keys if keys is None else keys)}
-        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         try:
             url = self.locate()
+            secure = url.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
                 opened(link.sock)
@@ -4484,12 +4485,11 @@ class Backend:
 
 
 def members(value: Any) -> Json:
-    """The members of a JSON object; none of any other value."""
+    """Those of a JSON object; none of any other value."""
     return value if isinstance(value, dict) else {}
 
 
 def described(found: Json) -> str:
-    """What describe() found, for people."""
     plain = ("product", "state")
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
@@ -4518,7 +4518,7 @@ class Server(ThreadingHTTPServer):
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
         self.most_open = proxy.config.max_connections
-        with suppress(ImportError):  # Windows has no such limit
+        with suppress(ImportError):  # not on Windows
             import resource
 
             descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -4603,6 +4603,7 @@ class Proxy:
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
+        self.life = threading.Lock()
         self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
         self.unexplained = list[Exchange]()  # to be recorded when the server is idle
@@ -4612,7 +4613,9 @@ class Proxy:
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
         path, size = self.config.capture_file, self.config.capture_mb << 20
-        if self.server is None:
+        with self.life:
+            if self.server is not None:
+                return self
             if path:
                 self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
@@ -4872,7 +4875,6 @@ def error_text(answer: bytes, request: Request) -> str:
 
 
 def learned(shape: Shape, config: Config) -> tuple[str, str]:
-    """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
     name = f'line "{name}"' if shape.form else name
     setting = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))

@@ -8484,6 +8484,19 @@ def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: P
     held.set()
 
 
+def test_explain_lost_prompt_is_recorded_when_the_proxy_stops(
+    rig: MakeRig, monkeypatch: Patch
+) -> None:
+    """It waits for an idle server, but for no longer than there is a proxy."""
+    monkeypatch.setattr(kvproxy.Warmup, "run", lambda warmup: warmup.over.wait())  # has no time
+    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info")
+    for body in ex_talk(2):
+        one.post(EX_CHAT_PATH, body)
+    assert len(one.log.lines) == 1
+    one.proxy.stop(0)
+    assert " | lost (user turn)" in one.log.lines[1] and len(one.proxy.metrics.recent) == 2
+
+
 def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
     """A prompt that the client only went on with, sent in another form: here because the proxy was
     started anew with other settings in between."""
