@@ -6,25 +6,19 @@
 # dependencies = []
 # ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
-their prompts.
+their prompts. One file, standard library only. Copy it anywhere and run it (--help shows more):
 
-One file, standard library only, Python 3.10 or newer. Copy it anywhere and run it:
-
-    python kvproxy.py demo                                      see what it does; needs no server
-    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080         serve on 127.0.0.1:1234
-    python kvproxy.py --help                                    every command and setting
+    python kvproxy.py demo                                 see what it does; needs no server
+    python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
 A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
-write message ids, clocks, git snapshots and moving context blocks near the front, so a local model
-reads tens of thousands of tokens again on every turn. kvproxy forwards each request so that it
-begins with what the server has already read:
+write ids, clocks and moving blocks near the front, so that a local model reads tens of thousands of
+tokens again on every turn. kvproxy forwards what begins with what the server has already read:
 
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections stand in that order. Scrub, lift, replay and explain touch no socket and no file.
-
-To use it from a program (importing starts nothing and reads no environment):
+The sections stand in that order. To use it from a program (importing starts nothing):
 
     from kvproxy import Config, Proxy, scrub
     with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
@@ -48,13 +42,11 @@ import errno
 import functools
 import hashlib
 import html
-import http
 import http.client
 import io
 import ipaddress
 import itertools
 import json
-import logging
 import logging.handlers
 import math
 import os
@@ -3013,6 +3005,7 @@ class Relay(BaseHTTPRequestHandler):
     until = 0.0  # on the monotonic clock: the client has to send by then
     host = ""  # the last one that was known
     abort = False  # only a reset shows that an answer was cut
+    linger = False  # the client is still sending
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -3030,12 +3023,11 @@ class Relay(BaseHTTPRequestHandler):
         self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            request = None if self.proxy.stopping else self.read_request()
+            request = None if self.proxy.server is None else self.read_request()
             if request is not None:
-                self.server.busy.add(self.socket)
                 fault = self.serve(request)
         except Refused as refused:
-            self.close_connection = True
+            self.close_connection = self.linger = True
             status, fault = refused.args[0], f"{refused.args[1]}."
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
@@ -3050,9 +3042,7 @@ class Relay(BaseHTTPRequestHandler):
             exchange, self.exchange = self.exchange, None
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
-                self.proxy.busy(exchange, False)
                 self.proxy.finished(exchange)
-            self.server.busy.discard(self.socket)
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
@@ -3062,9 +3052,10 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            self.until = time.monotonic() + LINGER_SECONDS
-            while time.monotonic() < self.until:
-                self.rfile.read1(PIECE_BYTES)
+            end = time.monotonic() + LINGER_SECONDS * self.linger
+            self.until = end
+            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
+                pass
         if self.kept is not None:
             self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
@@ -3203,7 +3194,7 @@ class Relay(BaseHTTPRequestHandler):
             self.respond(self.proxy.pages.answer(request, self.client_address[0]))
             return ""
         exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
-        self.proxy.busy(exchange, True)
+        self.proxy.active[exchange] = None
         prompt = exchange.dialect is not None and request.method == "POST"
         exchange.passes = bool(request.length) and not prompt
         if prompt or request.chunked:
@@ -3239,6 +3230,9 @@ class Relay(BaseHTTPRequestHandler):
         repeated only where nothing came back on a connection that was used before: the server has
         just closed it (RFC 9112 section 9.3.1)."""
         backend = self.proxy.backend
+        if exchange.passes and self.kept is not None:  # a body that goes out only once
+            self.kept.close()
+            self.kept = None
         upstream, self.kept = self.kept, None
         reused = upstream is not None
         try:
@@ -3290,7 +3284,7 @@ class Relay(BaseHTTPRequestHandler):
         except ConnectionError:  # an early answer (413, 401), or one before the close
             whole = False
             if exchange.passes:  # the rest is no request
-                self.close_connection = True
+                self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
         exchange.sent = time.monotonic()
         return whole
@@ -3298,9 +3292,8 @@ class Relay(BaseHTTPRequestHandler):
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte."""
         exchange.status = response.status
-        self.proxy.found()
         old, by_length = exchange.request.old, response.length is not None
-        self.close_connection |= old or self.proxy.stopping
+        self.close_connection |= old or self.proxy.server is None
         self.abort = old and not by_length  # a close would look like its end
         if response.headers.all("content-encoding"):
             exchange.tap = None
@@ -3330,6 +3323,7 @@ class Exchange:
     view: View | None = None
     case: Case | None = None  # until the verdict is known
     verdict: Verdict | None = None
+    missed = False  # too little of it was reused
     straight = 0.0  # the part that would be reused without kvproxy
     ahead: int | None = None  # tokens that were read before it came
     explained = False
@@ -3359,27 +3353,25 @@ class Exchange:
 # ==================================================================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
-HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
+HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 LLAMA = "llamacpp"
 # owned_by in /v1/models -> product
 OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
-# status of /v1/models -> what that means
-STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
-    """Where the model server is; with BACKEND_URL unset it is looked for when it is not there."""
+    """Where the model server is; with BACKEND_URL unset it is looked for."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.keys: dict[str, str] = {}  # for what `check` asks; clients bring their own
+        self.keys: dict[str, str] = {}  # for `check`
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.lost_at = self.next_question = 0.0  # on the monotonic clock
-        self.away: bool | None = None  # as the last request had it
+        self.lost_at = self.next_look = 0.0  # on the monotonic clock
+        self.away = False  # as the last request had it
         self.known: Json = {}  # what it told of itself
-        self.owner = ""  # owned_by in /v1/models, once it was asked for
-        self.tls = None  # one for all connections, since it takes 20 ms to build
+        self.owner = ""  # owned_by in /v1/models
+        self.tls = None  # takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
@@ -3388,184 +3380,131 @@ class Backend:
 
     def locate(self) -> Url:
         """The server's URL. Raises OSError when none is set and none answers."""
-        if url := self.url:
-            return url
+        if self.url:
+            return self.url
         for url in map(urllib.parse.urlsplit, CANDIDATES):
             if url.port != self.config.listen_port:  # that is this proxy
-                answer = members(fetch(url, "/v1/models", 1.0)[1])
-                if answer.keys() & {"data", "models", "error"}:
+                there = copy.copy(self)
+                there.url = url
+                told = members(there.ask("/v1/models", 1.0)[1])
+                if told.keys() & {"data", "models", "error"}:
                     self.url = url
                     return url
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError. Windows would try localhost at ::1 first, for 2 s."""
-        url, fault = self.locate(), OSError()
-        local = url.hostname == "localhost" and self.tls is None
-        for name in ("127.0.0.1", "::1") if local else (url.hostname or "",):
-            upstream = Upstream(url, name, self.config.connect_timeout, self.tls)
-            try:
-                upstream.connect()
-                return upstream
-            except OSError as error:
-                fault = error
-                upstream.close()
-        raise fault
+        """A new connection. Raises OSError."""
+        url = self.locate()
+        upstream = Upstream(url, url.hostname or "", self.config.connect_timeout, self.tls)
+        if upstream.host == "localhost" and self.tls is None:
+            upstream.host = "127.0.0.1"  # Windows would try ::1 first, for 2 s
+        upstream.connect()
+        return upstream
 
     def lost(self) -> None:
-        """Note that the server was away."""
-        self.lost_at, self.next_question = time.monotonic(), 0.0
-        self.away, self.known = True, {}
+        self.lost_at, self.away, self.known = time.monotonic(), True, {}
+        self.next_look = 0.0
         if not self.config.backend_url:
             self.url = None
 
     def look(self) -> None:
-        """See whether it is there, each 10 seconds at most: by a connection, or by asking what it
-        is, while that is not known."""
-        now = time.monotonic()
-        if now < self.next_question:
-            return
-        try:
-            if "product" in self.known and "state" not in self.known:
-                with contextlib.closing(http_connection(self.locate(), 1.0)) as connection:
-                    connection.connect()
-            elif not self.describe(1.0):
-                raise ConnectionRefusedError
-        except OSError:
-            self.lost()
-        self.next_question = now + 10
+        """See whether it is there, each 10 seconds at most, while somebody looks at the page."""
+        if (now := time.monotonic()) >= self.next_look:
+            if not self.describe(1.0):
+                self.lost()
+            self.next_look = now + 10
 
     def ask(
-        self, path: str, timeout: float = 3.0, body: Any = None, request: Request | None = None
+        self,
+        path: str,
+        timeout: float = 3.0,
+        body: Any = None,
+        keys: dict[str, str] | None = None,
+        opened: Callable[[socket.socket], None] = lambda sock: None,
     ) -> tuple[int, Any]:
-        """What fetch() returns of a question to the server, with the keys of a client's request."""
+        """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
+        headers = {"Content-Type": "application/json", **(self.keys if keys is None else keys)}
         try:
-            keys = self.keys if request is None else keys_of(request)
-            return fetch(self.locate(), path, timeout, keys, body)
-        except OSError as error:
+            url = self.locate()
+            secure = url.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+            with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
+                link.connect()
+                opened(link.sock)
+                link.request("GET" if body is None else "POST", under(url, path), body, headers)
+                response = link.getresponse()
+                text = response.read(8 << 20).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException, ValueError) as error:
             return 0, str(error)
+        with suppress(ValueError, RecursionError):
+            return response.status, json.loads(text)
+        return response.status, text
 
     def describe(self, timeout: float = 3.0) -> Json:
-        """What the server tells of product, build, model, slots and context; {} without answer."""
-        status, answer = self.ask("/props", timeout)
-        props = members(answer) if status == 200 else {}
-        if "error" in props:  # LM Studio says 200 to any path
-            props = {}
+        """What the server tells of itself; {} without an answer."""
+        props = members(self.ask("/props", timeout)[1])
         status, answer = self.ask("/v1/models", timeout)
-        if not props and not status:
-            self.known = {}
-            return {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        self.owner = owner = str(model.get("owned_by") or "")
-        product = OWNERS.get(owner) or (f"a server of {owner}" if owner else "a model server")
-        context = members(props.get("default_generation_settings")).get("n_ctx")
-        if product == "LM Studio":
-            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
-            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
-            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
-            context = context or model.get("loaded_context_length")
-        state = STATES.get(status, f"it answers {status} to /v1/models")
+        self.owner = str(model.get("owned_by") or self.owner)
+        path = str(props.get("model_path") or "")
         found = {
-            "product": "llama-server" if props else product,
+            "product": OWNERS.get(self.owner, self.owner or "a model server"),
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": context,
-            "model": re.split(r"[\\/]", str(props.get("model_path") or ""))[-1] or model.get("id"),
-            "state": None if status in (0, 200) else state,
+            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
+            "state": "" if status == 200 else f"it answers {status}",
         }
-        self.known = {key: value for key, value in found.items() if value not in (None, "")}
-        self.away = bool(self.away)  # if it was not known; else found() tells of a change
+        self.known = {name: value for name, value in found.items() if value and status}
         return self.known
 
 
 def members(value: Any) -> Json:
-    """The members of a JSON object; none of any other value."""
+    """Those of a JSON object; none of any other value."""
     return value if isinstance(value, dict) else {}
 
 
 def described(found: Json) -> str:
-    """What describe() found, for people."""
     plain = ("product", "state")
     return ", ".join(f"{n}" if key in plain else f"{key} {n}" for key, n in found.items())
 
 
-# What stands beside /v1 on llama-server and LM Studio, or in it already.
-BESIDE_V1 = re.compile(r"/(?:v1|props|slots|health|tokenize|apply-template|api)(?:[/?]|$)")
-
-
 def under(url: Url, target: str) -> str:
-    """A request target under a URL's path prefix; a prefix that ends in /v1 is not doubled."""
-    prefix = url.path.rstrip("/")
-    if prefix.endswith("/v1") and BESIDE_V1.match(target):
-        prefix = prefix[:-3]
-    return target if target == "*" else prefix + target
+    """A request target under a URL's path, whose /v1 at the end stands in the target."""
+    return url.path.rstrip("/").removesuffix("/v1") + target
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def http_connection(url: Url, timeout: float) -> http.client.HTTPConnection:
-    """For kvproxy's own questions."""
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    return kind(url.hostname or "", url.port, timeout=timeout)
-
-
-def fetch(
-    url: Url,
-    path: str,
-    timeout: float,
-    headers: Mapping[str, str] | None = None,
-    body: bytes | None = None,
-    opened: Callable[[socket.socket], None] = lambda sock: None,
-) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
-    sent = {"Content-Type": "application/json", **(headers or {})}
-    try:
-        with contextlib.closing(http_connection(url, timeout)) as connection:
-            connection.connect()
-            opened(connection.sock)
-            connection.request("GET" if body is None else "POST", under(url, path), body, sent)
-            response = connection.getresponse()
-            text = response.read(8 << 20).decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return 0, str(error) or type(error).__name__
-    with suppress(ValueError, RecursionError):
-        return response.status, json.loads(text)
-    return response.status, text
-
-
 class Server(ThreadingHTTPServer):
     """A thread for each connection, up to MAX_CONNECTIONS."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024  # with 5, a burst of clients waits for SYN retransmits of 1, 3, 7 s
-    allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
+    request_queue_size = 1024  # with 5, a burst waits for SYN retransmits of 1, 3, 7 s
+    allow_reuse_address = os.name != "nt"  # on Windows two servers could share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.open: set[socket.socket] = set()
-        self.busy: set[socket.socket] = set()  # a request of theirs is being served
-        self.waiting: dict[socket.socket, None] = {}  # their clients have to send; oldest first
+        # whose clients have to send; oldest first
+        self.waiting = collections.OrderedDict[socket.socket, None]()
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
         self.most_open = proxy.config.max_connections
-        with suppress(ImportError):  # Windows sets no limit that matters here
+        with suppress(ImportError):  # not on Windows
             import resource
 
             descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            if descriptors != resource.RLIM_INFINITY:
-                self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
+            self.most_open = min(self.most_open, descriptors // 2 - 32)  # two for each
         host, port = proxy.config.listen_host, proxy.config.listen_port
-        if ":" in host:
-            self.address_family = socket.AF_INET6
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:
-        """The library's asks DNS for this machine's name, which may take a minute."""
-        if os.name == "nt" and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+        """The library's asks DNS for this machine's name."""
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
@@ -3573,9 +3512,9 @@ class Server(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
                 self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+                time.sleep(0.05)  # socketserver would try again at once
             raise
 
     def hold(self, size: int) -> bool:
@@ -3591,7 +3530,7 @@ class Server(ThreadingHTTPServer):
                 return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        head += b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head += b"Retry-After: 1\r\nConnection: close\r\n\r\n"
         with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
@@ -3600,10 +3539,9 @@ class Server(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def make_room(self) -> bool:
-        """End the connection that has been idle, or sending its request, for longest."""
-        with suppress(StopIteration, RuntimeError):  # another thread changes `waiting`
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
+        """End the connection whose client has to send, for longest."""
+        with suppress(KeyError, OSError):
+            oldest, _ = self.waiting.popitem(last=False)
             self.open.discard(oldest)
             oldest.shutdown(socket.SHUT_RDWR)
             return True
@@ -3613,61 +3551,47 @@ class Server(ThreadingHTTPServer):
         self.open.discard(request)
         super().shutdown_request(request)
 
-    def hang_up(self, everything: bool) -> int:
-        """End idle connections, or all; returns how many are left."""
-        for connection in list(self.open):
-            if everything or connection not in self.busy:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        return len(self.open if everything else self.busy)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        self.proxy.log.error("a connection failed", exc_info=sys.exc_info())
+        self.proxy.log.exception("a connection failed")
 
 
 CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
+ERROR_SHOWN, ANSWER_SHOWN = 200, 500  # characters
+
+
 REMOVED = (
     "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
     " lifted={lifted} dropped={dropped}"
 )
-ERROR_SHOWN = 200  # characters
-ANSWER_PIECES, ANSWER_SHOWN = 400, 500  # of an answer's beginning; characters
+CONTEXT_ADVICE = " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
+TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 
 
 class Proxy:
-    """A running kvproxy. Everything hangs on it, so several can live in one process.
-
-    Use it as a context manager, or call start() and stop() from any thread:
-
-        with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
-            print(proxy.url)
+    """A running kvproxy: a context manager, or call start() and stop(). Everything hangs on it, so
+    several can live in one process. The file's first lines have an example.
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Config()
-        level = self.config.log_level.upper()
-        self.log = logging.Logger("kvproxy", level)  # noqa: LOG001 - no global state
-        self.backend = Backend(self.config)
-        self.editor = Editor(self.config)
-        self.scrubber, self.replay = self.editor.scrubber, self.editor.replay
-        self.reader = Reader(self.config.replay_mb << 20)
-        self.ledger = Ledger(self.config.ledger_mb << 20)
-        self.metrics = Metrics(self.config)
-        self.pages = Pages(self)
+        self.config = config = config or Config()
+        self.log = logging.Logger("kvproxy", config.log_level.upper())  # noqa: LOG001
+        self.backend, self.editor = Backend(config), Editor(config)
+        self.replay = self.editor.replay
+        self.reader = Reader(config.replay_mb << 20)
+        self.ledger = Ledger(config.ledger_mb << 20)
+        self.metrics, self.pages = Metrics(config), Pages(self)
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
-        self.stopping = False
-        self.active: dict[Exchange, None] = {}  # requests being served; oldest first
+        self.life = threading.Lock()
+        self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
-        self.still, self.asking = threading.Event(), threading.Lock()  # no request is running
-        self.guard, self.life = threading.Lock(), threading.Lock()
-        self.telling = threading.Lock()  # keeps the lines of a request together
-        self.allowed = set(re.split(r"[,\s]+", self.config.allowed_hosts.lower()))
-        self.loopback_only = is_loopback(self.config.listen_host)
+        self.unexplained = list[Exchange]()  # to be recorded when the server is idle
+        self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
+        self.loopback_only = is_loopback(config.listen_host)
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
@@ -3680,35 +3604,35 @@ class Proxy:
             with stops_the_start("WARMUP_FILE", self.config.warmup_file):
                 self.warmup.load()
             self.server = Server(self)
-            self.stopping = False
             self.warmup.start()
             serve = self.server.serve_forever
-            self.thread = threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True)
-            self.thread.start()
+            threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True).start()
         return self
 
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
         """Take no more connections, let answers end for `grace` seconds, then close everything."""
-        with self.life:
-            server, self.server = self.server, None
-            if server is None:
-                return
-            self.stopping = True
-            self.warmup.stop()
-            with suppress(OSError):
-                server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
-            server.shutdown()
-            server.server_close()
-            for everything, seconds in ((False, grace), (True, 2.0)):
-                until = time.monotonic() + seconds
-                while server.hang_up(everything) and time.monotonic() < until:
-                    time.sleep(0.001)
-            self.thread.join(5)
-            with suppress(OSError):
-                if self.capture is not None:
-                    self.capture.close()
+        server, self.server = self.server, None
+        if server is None:
+            return
+        self.warmup.stop()
+        with suppress(OSError):
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
+        server.shutdown()
+        server.server_close()
+        for everything, seconds in ((False, grace), (True, 2.0)):
+            until = time.monotonic() + seconds
+            while server.open and time.monotonic() < until:
+                for connection in list(server.open if everything else server.waiting):
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                time.sleep(0.001)
+        for exchange in self.unexplained:
+            self.record(exchange)
+        with suppress(OSError):
+            if self.capture:
+                self.capture.close()
 
-    def __enter__(self) -> Proxy:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+    def __enter__(self) -> Proxy:  # noqa: PYI034
         return self.start()
 
     def __exit__(self, fault: object, *_: object) -> None:
@@ -3721,69 +3645,61 @@ class Proxy:
             raise RuntimeError("the proxy is not running")
         return url_of(str(self.server.server_address[0]), self.server.server_address[1])
 
+    @property
+    def running(self) -> int:
+        return len(self.active)
+
     def known_host(self, host: str) -> bool:
         """Whether a Host can be this machine; public DNS cannot hold some names."""
         match = HOST.fullmatch(host.lower())
         name = match[1].strip("[]") if match else ""
         private = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
         local = name.endswith(private) or not re.search(r"[.:]", name)
-        return bool(name) and (local or name in self.allowed or address_of(name) is not None)
-
-    @contextlib.contextmanager
-    def faults_logged(self, what: str) -> Iterator[None]:
-        """A fault of kvproxy is logged, and no client notices."""
-        try:
-            yield
-        except Exception:
-            self.log.exception(what)
+        return bool(name and (local or name in self.allowed or address_of(name)))
 
     def prepare(self, exchange: Exchange) -> None:
         """Edit a request's body. Whatever goes wrong, the body is forwarded as it came."""
-        note = "internal error"
-        with self.faults_logged("a body could not be edited and was forwarded as it came"):
-            try:
-                return self.edit(exchange)
-            except Unreadable as error:
-                note = str(error)
-            except RecursionError:  # what was parsed may be too deep for what comes after it
-                note = "nested too deeply"
-        exchange.report, exchange.view = Report(note=note), None
-        exchange.forwarded = exchange.received
-
-    def edit(self, exchange: Exchange) -> None:
-        raw, dialect, report = exchange.received, exchange.dialect, exchange.report
-        assert raw is not None and dialect is not None
-        view = self.reader.view(raw, dialect)
-        exchange.stream = bool(view.body.get("stream"))
-        exchange.model = visible(str(view.body.get("model") or "")[:80])
-        # Nobody's text may reach anybody else's prompt.
-        exchange.client = digest(exchange.address, *map(exchange.request.get, CLIENT_HEADERS))
-        asker = Asker(exchange.client, len(raw), not exchange.counting)
-        exchange.trace = self.editor.apply(view, report, asker)
-        if exchange.trace.record is not None:
-            exchange.trace.record.tap = exchange.tap
-        exchange.view = view
-        if report.edits():
-            exchange.forwarded = view.dump()
+        raw, dialect, request = exchange.received, exchange.dialect, exchange.request
+        assert raw is not None and dialect
+        try:
+            view = self.reader.view(raw, dialect)
+            exchange.stream = bool(view.body.get("stream"))
+            exchange.model = visible(str(view.body.get("model") or "")[:80])
+            # Nobody's text may reach anybody else's prompt.
+            exchange.client = digest(exchange.address, *map(request.get, CLIENT_HEADERS))
+            asker = Asker(exchange.client, len(raw), not exchange.counting)
+            exchange.trace = trace = self.editor.apply(view, exchange.report, asker)
+            if trace.record:
+                trace.record.tap = exchange.tap
+            if exchange.report.edits():
+                exchange.forwarded = view.dump()
+            exchange.view = view
+        except (Unreadable, RecursionError) as error:
+            exchange.report = Report(note=str(error))
+        except Exception:
+            exchange.report = Report(note="internal error")
+            self.log.exception("a body could not be edited and was forwarded as it came")
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
         view, received, explained = exchange.view, exchange.received, exchange.explained
         exchange.explained = True
-        if view is None or received is None or exchange.counting or explained:
+        if not view or received is None or exchange.counting or explained:
             return
-        talk = exchange.trace.conversation
-        unreadable = suppress(RecursionError)  # no server reads what is nested so deeply
-        with self.faults_logged("a request could not be explained"), unreadable:
+        try:
             original = None
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect))
             side = side_of(view, exchange.request.get(AGENT_ID))
-            prompt = Prompt(view, talk, side, time.monotonic(), original)
+            prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
+        except RecursionError:  # no server reads what is nested so deeply
+            pass
+        except Exception:
+            self.log.exception("a request could not be explained")
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
         """The response headers for a request that has X-Cache-Diagnostic: true."""
@@ -3796,130 +3712,107 @@ class Proxy:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
-    @property
-    def running(self) -> int:
-        return len(self.active)
-
-    def busy(self, exchange: Exchange, begins: bool) -> None:
-        """Note that a request begins or ends."""
-        with self.guard:
-            if begins:
-                self.active[exchange] = None
-                self.still.clear()
-                return
-            self.active.pop(exchange, None)
-            self.last_end = time.monotonic()
-            if not self.active:
-                self.still.set()
-
-    def found(self) -> None:
-        """Note that the server answers."""
-        if self.backend.away:
-            self.log.info("backend found: %s answers", self.backend.name())
-        self.backend.away = False
-
     def finished(self, exchange: Exchange) -> None:
         """Record a request; one that was lost when the server is idle and can be asked why."""
-        exchange.ended = time.monotonic()
-        with self.faults_logged("a finished request could not be recorded"):
+        exchange.ended = self.last_end = time.monotonic()
+        self.active.pop(exchange, None)
+        if exchange.begun and self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+            self.backend.away = False
+        try:
             self.settle(exchange)
             case = exchange.case
-            lost = case is not None and missing_tokens(case, exchange.usage)
-            if lost and self.asking.acquire(False):
-                threading.Thread(target=self.record, args=(exchange, True), daemon=True).start()
+            if case and missing_tokens(case, exchange.usage) and not self.unexplained:
+                self.unexplained.append(exchange)
             else:
                 self.record(exchange)
+        except Exception:
+            self.log.exception("a finished request could not be recorded")
 
     def settle(self, exchange: Exchange) -> None:
-        """Read the beginning and the end of an answer, and let go of what is needed no longer."""
-        answered, tap, trace = exchange.status == 200, exchange.tap, exchange.trace
-        first, last = tap.windows() if tap is not None else (b"", b"")
-        events = answer_events(first, last) if answered and exchange.dialect is not None else []
-        broken = next((one for one in itertools.chain(*events) if one.get("error")), None)
-        if broken is not None:  # in the middle of a stream
-            answered, first = False, dump(broken)
+        """Read an answer's beginning and end, and let go of what is needed no longer."""
+        tap, trace, view = exchange.tap, exchange.trace, exchange.view
+        first, last = tap.windows() if tap else (b"", b"")
+        events = answer_events(first, last) if exchange.status == 200 and exchange.dialect else []
+        error = first if exchange.status >= 400 else b""
+        for event in itertools.chain(*events):
+            if event.get("error"):  # in the middle of a stream
+                error = dump(event)
+        answered = exchange.status == 200 and not error
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        if trace.record is not None:
-            trace.record.answer = heard_answer(events) if answered else None
-            trace.record.tap = None
-            if trace.record.answer:
-                self.replay.answered(trace, trace.record.answer)
-        if exchange.status >= 400 or broken is not None:
-            exchange.error = error_text(first, exchange.request)
-        if (exchange.status == 400 or broken is not None) and CONTEXT_FULL.search(first):
-            if trace.record:
-                self.replay.lines.drop(trace.record.line)
-            exchange.error += " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
-        if exchange.request.path.startswith("/v1/v1/"):
-            hint = "kvproxy: /v1 stands there twice: leave it out of the agent's base URL"
-            exchange.error = f"{exchange.error} ({hint})".strip()
         if answered:
             exchange.usage = usage_of(events)
-            said = itertools.islice(answer_parts(events[0] if events else None), ANSWER_PIECES)
-            exchange.answer = "".join(text for text, _ in said)[:ANSWER_SHOWN]
+            said = [text for text, _ in answer_parts(events[:1])]
+            exchange.answer = "".join(said)[:ANSWER_SHOWN]
         else:
+            exchange.error = error_text(error, exchange.request)
             exchange.verdict = exchange.case = None
-        if exchange.verdict is not None and exchange.view is not None:
+        full = exchange.status in (200, 400) and CONTEXT_FULL.search(error)
+        exchange.error += CONTEXT_ADVICE if full else ""
+        exchange.error += TWICE_V1 if exchange.request.path.startswith("/v1/v1/") else ""
+        if record := trace.record:
+            record.answer, record.tap = heard_answer(events) if answered else None, None
+            if record.answer:
+                self.replay.answered(trace, record.answer)
+            if full:
+                self.replay.lines.drop(record.line)
+        if exchange.verdict and view:
             if not exchange.verdict.side:
-                self.warmup.remember(exchange, exchange.view)
-            self.warmup.plan(exchange, exchange.view, exchange.verdict.side)
+                self.warmup.remember(exchange, view)
+            self.warmup.plan(exchange, view, exchange.verdict.side)
         exchange.tap = exchange.view = None
         exchange.trace = Trace(trace.conversation)
 
-    def record(self, exchange: Exchange, ask: bool = False) -> None:
-        """Settle a verdict; write page, metrics, log and capture. `ask`: once the server is idle,
-        have it tell its slots, and how it renders the prompts."""
+    def explain_lost(self) -> None:
+        """Record lost requests, once the server is idle or they have waited for that."""
+        while self.unexplained:
+            if self.running and time.monotonic() - self.unexplained[0].ended < IDLE_WAIT:
+                return
+            self.record(self.unexplained.pop(0), idle=not self.running)
+
+    def record(self, exchange: Exchange, idle: bool = False) -> None:
+        """Settle a verdict, for which an idle server is asked; write page, log and capture."""
         case, exchange.case = exchange.case, None
-        with self.faults_logged("a finished request could not be recorded"):
-            if case is not None:
-                server = self.backend.describe() if ask and self.still.wait(IDLE_WAIT) else {}
-                case.slots = server.get("slots")
-                settle(case, exchange.usage, self.config)
-                if server and case.verdict.name == "lost":
-                    self.ask_template(exchange, case)
-                self.warmup.notice(exchange, case)
-            if self.capture is not None and exchange.received is not None:
-                row = json.dumps(capture_row(exchange), separators=(",", ":"))
-                self.capture.handle(logging.makeLogRecord({"msg": row}))
+        if case:
+            case.slots = self.backend.describe().get("slots") if idle else None
+            settle(case, exchange.usage, self.config)
+            if idle and case.verdict.name == "lost":
+                self.ask_template(exchange, case)
+            self.warmup.notice(exchange, case)
+        if self.capture and exchange.received is not None:
+            row = json.dumps(capture_row(exchange))
+            self.capture.handle(logging.makeLogRecord({"msg": row}))
+        level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
+        news = self.editor.lifter.learner.news
+        with self.metrics.guard:  # which keeps the lines of a request together
             warning = self.metrics.count(exchange)
-            if case is not None:
-                case.prompt.number = exchange.number
-            news = self.editor.lifter.learner.news
             while news:
-                with suppress(IndexError):  # another thread told it
-                    self.log.info(
-                        "learned: %s; to fix it: %s", *learned(news.popleft(), self.config)
-                    )
-            level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
-            if self.log.isEnabledFor(level):
-                with self.telling:
-                    for line in log_lines(exchange):
-                        self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
-            if warning:
-                self.log.warning("%s", warning)
-        if ask:
-            self.asking.release()
+                told = learned(news.popleft(), self.config)
+                self.log.info("learned: %s; to fix it: %s", *told)
+            for line in log_lines(exchange) if self.log.isEnabledFor(level) else ():
+                self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
+        if warning:
+            self.log.warning("%s", warning)
+        if case:
+            case.prompt.number = exchange.number
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
-        verdict, base = case.verdict, case.base
-        dialect = exchange.dialect
-        if dialect is None or dialect.name != "chat":
+        verdict, base, dialect = case.verdict, case.base, exchange.dialect
+        if not base or not case.whole or not dialect or dialect.name != "chat":
             return  # /apply-template takes chats only
-        with self.metrics.guard:
-            before = [one for one in self.metrics.recent if base and one.number == base.number]
-        if base is None or not before or not case.whole:
             return
+        before = [one for one in list(self.metrics.recent) if one.number == base.number]
         prompts = list[str]()
         for one in (*before, exchange):
-            body = bytes(one.forwarded or b"")
-            answer = self.backend.ask("/apply-template", 3.0, body, exchange.request)[1]
+            body, keys = bytes(one.forwarded or b""), keys_of(exchange.request)
+            answer = self.backend.ask("/apply-template", 3.0, body, keys)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
-        rendered_otherwise(verdict, base, *prompts)
-        if all(prompts):
+        if len(prompts) == 2 and all(prompts):
+            rendered_otherwise(verdict, base, *prompts)
             verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
@@ -3937,11 +3830,10 @@ def url_of(host: str, port: int) -> str:
 
 def keys_of(request: Request) -> dict[str, str]:
     """The headers that let a client in."""
-    keys = {name: request.get(name) for name in ("authorization", "x-api-key")}
-    return {name: key for name, key in keys.items() if key}
+    return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(host: str) -> Any:
     """The IP address that a text is; None of any other."""
     with suppress(ValueError):
         address = ipaddress.ip_address(host.split("%")[0])
@@ -3951,19 +3843,17 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 def is_loopback(host: str) -> bool:
     address = address_of(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def printable(path: str) -> str:
-    """A path without parameters and query, which may hold a key, and control characters."""
-    return re.split("[?;]", path)[0].encode("ascii", "backslashreplace").decode()
+    return host == "localhost" or bool(address and address.is_loopback)
 
 
 def visible(text: str) -> str:
-    """A text of a file for the terminal, which would obey the control characters in it."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    """A text without control characters, which a terminal would obey."""
+    return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
+
+
+def printable(path: str) -> str:
+    """A path without what may hold a key."""
+    return visible(re.split("[?;]", path)[0])
 
 
 def error_text(answer: bytes, request: Request) -> str:
@@ -3979,164 +3869,108 @@ def error_text(answer: bytes, request: Request) -> str:
 
 
 def learned(shape: Shape, config: Config) -> tuple[str, str]:
-    """What was learned, and the setting for it."""
     name = visible(shape.name().removeprefix(LEARNED))[:ERROR_SHOWN]
     name = f'line "{name}"' if shape.form else name
-    line = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
-    return f"system {name} varies, lifted", line
-
-
-# The original's line, which scripts read; other counts follow where they are not 0.
-LOGGED_COUNTS = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+    setting = setting_line(config, "LIFT_REGEX", visible(shape.pattern()))
+    return f"system {name} varies, lifted", setting
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: a line, and another one when a prompt was not reused for a reason."""
+    """The log of one request: a line, and another one when a prompt was not reused for a reason.
+    Scripts read its first fields."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
-    prompt = exchange.dialect is not None and request.method == "POST"
+    prompt = bool(exchange.dialect) and request.method == "POST"
     if prompt:
-        counts = dict(vars(exchange.report))
-        note = counts.pop("note")
-        parts += [f"{name}={counts.pop(name)}" for name in LOGGED_COUNTS]
-        parts.append(f"stream={exchange.stream}")
-        parts += [f"{name}={count}" for name, count in counts.items() if count]
+        counts = vars(exchange.report)
+        first = ("items", "ts_removed", "msg_ids_removed", "items_modified")
+        told = {name: counts[name] for name in first} | {"stream": exchange.stream}
+        told |= {name: count for name, count in counts.items() if count and name != "note"}
         if usage.cached is not None and usage.prompt:
-            share = 100 * usage.cached / usage.prompt
-            parts.append(f"reused={usage.cached}/{usage.prompt} ({share:.1f}%)")
+            told["reused"] = f"{usage.cached}/{usage.prompt} ({usage.cached / usage.prompt:.1%})"
         elif exchange.status == 200 and not exchange.counting:
-            parts.append("reused=not reported")
+            told["reused"] = "not reported"
         if usage.prompt_ms is not None:
-            parts.append(f"prompt_ms={usage.prompt_ms:.0f}")
-        parts.append(f"model={exchange.model}" if exchange.model else "")
-        parts.append(f"ms={1000 * (exchange.ended - exchange.started):.0f}")
-        parts.append(verdict.title() if verdict is not None else "")
-        parts.append(f"forwarded as it came: {note}" if note else "")
+            told["prompt_ms"] = round(usage.prompt_ms)
+        if exchange.model:
+            told["model"] = exchange.model
+        told["ms"] = round(1000 * (exchange.ended - exchange.started))
+        parts += [f"{name}={value}" for name, value in told.items()]
+        parts.append(verdict.title() if verdict else "")
+        parts.append(counts["note"] and f"forwarded as it came: {counts['note']}")
     if exchange.status != 200 or not prompt:
         parts.append(f"status={exchange.status or '-'}")
     lines = [" | ".join(filter(None, [*parts, exchange.error, exchange.fault]))]
-    if verdict is not None and not verdict.side and verdict.line():
+    if verdict and not verdict.side and verdict.line():
         lines.append("    " + verdict.line())
     return lines
 
 
-class Judged(NamedTuple):
-    """What became of a prompt whose reuse was reported."""
-
-    cached: int
-    prompt: int
-    verdict: Verdict
-    conversation: str
-    missed: bool  # too little was reused of what should have been
+def reused_share(prompts: Sequence[Any]) -> float | None:
+    total = sum(one.usage.prompt for one in prompts)
+    return sum(one.usage.cached for one in prompts) / total if total else None
 
 
-def reused_share(prompts: Collection[Judged]) -> float | None:
-    total = sum(one.prompt for one in prompts)
-    return sum(one.cached for one in prompts) / total if total else None
-
-
-METRICS = (
-    # (name, the label of its values, help)
-    ("requests_total", "status", "Requests forwarded, by the status of their answers."),
-    ("verdicts_total", "verdict", "Prompts by what became of them."),
-    ("edits_total", "kind", "Edits made to requests, by kind."),
-    ("untouched_total", "reason", "Bodies forwarded as they came, by reason."),
-    ("prompt_tokens_total", "state", "Prompt tokens that the server reused or read."),
-    ("idle_tokens_total", "", "Tokens read in idle time."),
-    ("saved_seconds_total", "", "Estimate of what reuse saved."),
-    ("hit_ratio", "", "Reused share of the last 20 prompts."),
-    ("running_requests", "", "Requests being served."),
-    ("backend_up", "", "Whether the server took the last request."),
-    ("build_info", "version", "The version of kvproxy."),
-    ("first_byte_seconds_total", "", "Seconds from a prompt to its answer's first byte, summed."),
-    ("first_bytes_total", "", "Answers that began."),
-    ("learned_shapes", "", "What was seen to vary in system prompts."),
-    ("replay_bytes", "", "Memory held for replay."),
-    ("ledger_bytes", "", "Memory for verdicts."),
-    ("start_time_seconds", "", "Start, in seconds since 1970."),
-)
+REUSED, READ_ANEW = 'state="reused"', 'state="read"'  # labels of prompt_tokens_total
 
 
 class Metrics:
     """Counters, the last requests, and the running hit rate."""
 
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
-    LONG_READ = 512  # tokens; shorter reads take longer for each, and would overstate the savings
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, threading.Lock()
-        self.recent: collections.deque[Exchange] = collections.deque(maxlen=config.keep_requests)
-        self.failure: tuple[int, str, str] | None = (
-            None  # of the last request: status, error, fault
-        )
-        self.window: collections.deque[Judged] = collections.deque(maxlen=20)
-        # (name in METRICS, a value of its label) -> number
+        self.recent = collections.deque[Exchange]()
+        self.kept = 0  # bytes of their bodies
+        self.window = collections.deque[Any](maxlen=20)  # exchanges whose reuse was reported
+        self.failure: tuple[int, str, str] | None = None  # of the last prompt
+        # (name, label) -> number
         self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
-        self.counts |= {("build_info", __version__): 1, ("start_time_seconds", ""): time.time()}
-        for name in ("idle_tokens", "saved_seconds", "first_byte_seconds", "first_bytes"):
-            self.counts[f"{name}_total", ""] = 0
+        self.counts["build_info", f'version="{__version__}"'] = 1
         self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
-        self.kept = 0  # bytes of their bodies, and of some that are gone
-        self.long_ms = self.long_tokens = 0.0  # of all reads of at least LONG_READ tokens
+        self.long_ms = self.long_tokens = 0.0  # of all long reads
         self.warned = False
 
     def count(self, exchange: Exchange) -> str:
-        """Enter a finished request; returns a warning to log, or ''."""
-        verdict, report, counts = exchange.verdict, exchange.report, self.counts
-        prompt, cached = exchange.usage.prompt, exchange.usage.cached
-        with self.guard:
-            self.number += 1
-            exchange.number = self.number
-            counts["requests_total", str(exchange.status)] += 1
-            for name, number in vars(report).items() if report.edits() else ():
-                if number and name not in ("items", "items_modified", "note"):
-                    counts["edits_total", name] += number
-            if report.note:
-                counts["untouched_total", report.note.split(" (")[0]] += 1
-            if exchange.dialect is not None or exchange.error:
-                self.keep(exchange)
-            if exchange.dialect is not None and not exchange.counting:
-                told = exchange.status, exchange.error, exchange.fault
-                failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
-                self.failure = told if failed else None
-            if exchange.dialect is not None and exchange.begun:
+        """Enter a finished request; returns a warning to log, or ''. The caller has the guard."""
+        counts, verdict, usage = self.counts, exchange.verdict, exchange.usage
+        self.number += 1
+        exchange.number = self.number
+        counts["requests_total", f'status="{exchange.status}"'] += 1
+        if exchange.dialect or exchange.error:
+            self.keep(exchange)
+        if exchange.dialect and not exchange.counting:
+            told = exchange.status, exchange.error, exchange.fault
+            failed = told[1] or told[0] >= 400 or told[2].startswith("cut")
+            self.failure = told if failed else None
+            if exchange.begun:
                 counts["first_bytes_total", ""] += 1
                 counts["first_byte_seconds_total", ""] += exchange.begun - exchange.started
-            if verdict is None:
-                return ""
-            self.judged += 1
-            counts["verdicts_total", verdict.name] += 1
-            if prompt is None or cached is None:
-                return ""
-            self.reported += 1
-            counts["prompt_tokens_total", "reused"] += cached
-            counts["prompt_tokens_total", "read"] += prompt - cached
-            self.save(exchange, prompt, cached)
-            if verdict.side:
-                return ""
-            missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
-            talk = exchange.trace.conversation
-            self.window.append(Judged(cached, prompt, verdict, talk, missed))
-            return self.warning()
-
-    def save(self, exchange: Exchange, prompt: int, cached: int) -> None:
-        """Add the time that was saved, at the rate of all long reads."""
-        read, ms = prompt - cached, exchange.usage.prompt_ms
-        if ms is None and exchange.stream and exchange.begun:
-            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
-        if ms is not None and read >= self.LONG_READ:
-            self.long_ms, self.long_tokens = self.long_ms + ms, self.long_tokens + read
-        more = cached - round(exchange.straight * prompt)
-        if self.long_tokens and more >= 64:
-            seconds = more * self.long_ms / self.long_tokens / 1000
-            self.counts["saved_seconds_total", ""] += seconds
-
-    def warning(self) -> str:
-        """What to warn of when the hit rate falls below WARN_REUSE, once until it has recovered."""
+        if not verdict:
+            return ""
+        self.judged += 1
+        counts["verdicts_total", f'verdict="{verdict.name}"'] += 1
+        prompt, cached, read = usage.prompt, usage.cached, usage.read()
+        if prompt is None or cached is None or read is None:
+            return ""
+        self.reported += 1
+        counts["prompt_tokens_total", REUSED] += cached
+        counts["prompt_tokens_total", READ_ANEW] += read
+        if usage.prompt_ms is not None and read >= 512:  # fewer take longer for each
+            self.long_ms += usage.prompt_ms
+            self.long_tokens += read
+        saved = cached - round(exchange.straight * prompt)
+        if self.long_tokens and saved >= 64:
+            counts["saved_seconds_total", ""] += saved * self.long_ms / self.long_tokens / 1000
+        if verdict.side:
+            return ""
+        exchange.missed = verdict.name in MISSES and cached < self.config.warn_reuse * prompt
+        self.window.append(exchange)
         rate = reused_share(self.window)
         if rate is None or rate >= self.config.warn_reuse:
             self.warned = False
-        elif not self.warned and len(self.window) == 20:
+        elif not self.warned and len(self.window) == 20:  # once, until it has recovered
             self.warned = True
             return f"only {int(100 * rate)}% of the last 20 prompts was reused; {self.cause()}"
         return ""
@@ -4149,15 +3983,13 @@ class Metrics:
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
-        """Keep a request for the page; the bodies of the oldest go when all take too much."""
+        """Keep a request for the page; the oldest go when all take too much."""
         self.recent.append(exchange)
         self.kept += exchange.size()
-        if self.kept > self.KEEP_BYTES:  # or less: some are gone by now
-            self.kept = 0
-            for one in reversed(self.recent):
-                if self.kept + one.size() > self.KEEP_BYTES:
-                    one.received = one.forwarded = None
-                self.kept += one.size()
+        while len(self.recent) > self.config.keep_requests or self.kept > self.KEEP_BYTES:
+            oldest = self.recent.popleft()
+            self.kept -= oldest.size()
+            oldest.received = oldest.forwarded = None
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -4388,9 +4220,12 @@ class Warmup:
 
     def run(self) -> None:
         while not self.over.wait(0.1):
-            with self.proxy.faults_logged("warm-up failed"):
+            try:
+                self.proxy.explain_lost()
                 self.save()
                 self.step()
+            except Exception:
+                self.proxy.log.exception("warm-up failed")
 
     def step(self) -> None:
         """Have the server read what is due, if nothing else is going on."""
@@ -4427,12 +4262,10 @@ class Warmup:
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
         started, status, backend = time.monotonic(), 0, self.proxy.backend
         try:
-            url, keys, body = backend.locate(), prefill.keys or self.keys, prefill.body()
-            seconds, opened = self.config.read_timeout, prefill.opened
-            status, answer = fetch(url, prefill.path, seconds, keys, body, opened)
+            keys, seconds = prefill.keys or self.keys, self.config.read_timeout
+            ask = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill.opened)
+            status, answer = ask
             prefill.usage = usage_of([[members(answer)]])
-        except OSError:
-            pass
         finally:
             self.prefill = prefill.sock = None
         told = f"the server answers {status}" if status else "interrupted"
@@ -4692,14 +4525,13 @@ class Pages:
             values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
-        values["replay_bytes", ""] = proxy.replay.size()
-        values["ledger_bytes", ""] = proxy.ledger.size
-        for name, label, text in METRICS:
+        for name in sorted({name for name, _ in values}):
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP kvproxy_{name} {text}", f"# TYPE kvproxy_{name} {kind}"]
+            lines.append(f"# TYPE kvproxy_{name} {kind}")
             for (of, value), number in sorted(values.items()):
-                labels = f'{{{label}="{value}"}}' if label else ""
-                lines += [f"kvproxy_{name}{labels} {number}"] if of == name else []
+                if of == name:
+                    labels = f"{{{value}}}" if value else ""
+                    lines.append(f"kvproxy_{name}{labels} {number}")
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
@@ -4715,13 +4547,13 @@ class Pages:
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
 
         def count(text: str) -> int | None:
-            body, request = dump({"content": text}), exchange.request
-            answer = self.proxy.backend.ask("/tokenize", 3.0, body, request)[1]
+            body, keys = dump({"content": text}), keys_of(exchange.request)
+            answer = self.proxy.backend.ask("/tokenize", 3.0, body, keys)[1]
             tokens = members(answer).get("tokens")
             return len(tokens) if isinstance(tokens, list) else None
 
         if len(prompts) == 2:
-            counter = count if self.proxy.still.is_set() else None
+            counter = None if self.proxy.running else count
             row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, counter)
             row["diff"] = difference(*prompts)
         return row
@@ -4737,8 +4569,7 @@ class Pages:
         proxy, metrics = self.proxy, self.proxy.metrics
         if not proxy.running:
             proxy.backend.look()
-        with proxy.guard:
-            requests = [one for one in reversed(proxy.active) if one.dialect is not None]
+        requests = [one for one in list(proxy.active)[::-1] if one.dialect is not None]
         with metrics.guard:
             state, tone, hint = self.headline(near)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
@@ -4800,8 +4631,9 @@ class Pages:
             hint = f"{there} The address for your agent (Claude Code: without /v1):"
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
             return state, "fair", tag("p", hint, "soft") + copied(f"{url}/v1")
-        newest = [one for one in judged if one.conversation == metrics.window[-1].conversation]
-        rate = reused_share(newest or judged) or 0.0
+        talk = metrics.window[-1].trace.conversation
+        newest = [one for one in judged if one.trace.conversation == talk] or judged
+        rate = reused_share(newest) or 0.0
         misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
         if rate >= self.proxy.config.warn_reuse and misses < 3:
             return f"The cache works: {int(100 * rate)}% reused", "good", ""
@@ -4822,11 +4654,8 @@ class Pages:
         counts, programs = metrics.counts, warmup.wrong.copy().items()
         saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
         facts = {
-            f"tokens {state}": f"{counts['prompt_tokens_total', state]:,}"
-            for state in ("reused", "read")
-            if metrics.reported
-        }
-        facts |= {
+            "tokens reused": f"{counts['prompt_tokens_total', REUSED]:,}",
+            "tokens read": f"{counts['prompt_tokens_total', READ_ANEW]:,}",
             "time saved, about": duration(saved) if saved else "",
             "server": self.server(),
             "warm-up": warmup.state if warmup.enabled else "",
@@ -4962,7 +4791,7 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[float]:
     run = uuid.uuid4().hex  # keeps runs apart in the server's cache
     project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
     headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
-    server, turns, times = urllib.parse.urlsplit(url), list[Json](), list[float]()
+    server, turns, times = Backend(Config(backend_url=url)), list[Json](), list[float]()
     for turn in range(1, args.turns + 1):
         ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
@@ -4972,7 +4801,7 @@ def play(name: str, url: str, args: Words, timeout: float) -> list[float]:
         body: Json = {"model": "local", "max_tokens": 8, "temperature": 0}
         body["messages"] = [{"role": "system", "content": system}, *turns]
         begun = time.monotonic()
-        status, answer = fetch(server, "/v1/chat/completions", timeout, headers, dump(body))
+        status, answer = server.ask("/v1/chat/completions", timeout, dump(body), headers)
         if status != 200:
             raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
         usage, ms = usage_of([[members(answer)]]), 1000 * (time.monotonic() - begun)

@@ -22,6 +22,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import http.client
 import http.server
 import importlib.util
 import io
@@ -44,6 +45,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +75,12 @@ def wait_for(condition: Callable[[], Any], what: str = "condition") -> Any:
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
     return value
+
+
+def connect_to(url: str, timeout: float = PATIENCE) -> http.client.HTTPConnection:
+    """A connection of the library to what listens at a URL."""
+    parts = urllib.parse.urlsplit(url)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
 
 
 def assert_linear(
@@ -511,10 +519,11 @@ class Rig:
         found, own = peer.response(method), peer.sock.getsockname()
 
         def done() -> bool:
-            names = []
-            for sock in list(self.proxy.server.busy) if self.proxy.server else ():
+            names, server = [], self.proxy.server
+            for sock in list(server.open) if server else ():
                 with contextlib.suppress(OSError):
-                    names.append(sock.getpeername())
+                    if sock not in server.waiting:
+                        names.append(sock.getpeername())
             return own not in names
 
         wait_for(done, "the end of the request")
@@ -1165,7 +1174,7 @@ class Llama:
             time.sleep(0.1)
 
     def healthy(self) -> bool:
-        connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(self.url), 60)
+        connection = connect_to(self.url, 60)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -1217,7 +1226,8 @@ def test_config_taken_port(rig: MakeRig, capsys: Capsys) -> None:
 def test_config_listen_host_that_is_not_here(capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("LISTEN_HOST", "192.0.2.77")  # an address for documents
     monkeypatch.setenv("LISTEN_PORT", "0")
-    monkeypatch.setattr(kvproxy, "fetch", lambda *where: (0, b""))  # nobody answers there
+    # nobody answers there
+    monkeypatch.setattr(kvproxy.Backend, "ask", lambda *where: (0, ""))
     assert kvproxy.main([]) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "192.0.2.77" in shown and "LISTEN_HOST" in shown
@@ -1630,7 +1640,9 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
                 proxy.explain(exchange)
             finally:
                 sys.setrecursionlimit(limit)
-            assert re.match("|not readable as JSON|nested too deeply", exchange.report.note)
+            assert re.match(
+                "|not readable|nested too deeply|maximum recursion depth", exchange.report.note
+            )
             assert bool(exchange.report.note) == (exchange.forwarded is exchange.received)
     assert log.lines == []
     if sys.version_info < (3, 12):
@@ -8089,7 +8101,7 @@ def test_explain_log_of_other_requests(rig: MakeRig) -> None:
     assert lines[3].startswith("POST /v1/messages/count_tokens | items=1 ")
     assert lines[3].endswith("stream=False")
     assert lines[4] == "POST /v1/embeddings | status=200"
-    assert lines[5] == "GET /\\x9b31m\\xff | status=200"
+    assert lines[5] == "GET /\\x9b31m\xff | status=200"
 
 
 @pytest.mark.parametrize(
@@ -8132,35 +8144,6 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
         return link.finish()
 
     return script
-
-
-def test_explain_diagnostic_headers(rig: MakeRig) -> None:
-    one = rig(ex_caching(), **STAMPED_OFF)
-    first, second = ex_talk(2)
-    first["messages"][1]["content"] = (
-        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
-    )
-    plain = one.post(EX_CHAT_PATH, first)
-    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
-    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Removed") == "ts=0 ids=0 billing=0 regex=0 lifted=0 dropped=0"
-    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
-    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
-    answer = one.post(
-        EX_CHAT_PATH,
-        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
-        "x-cache-diagnostic: TRUE\r\n",
-    )
-    assert (
-        "ts=0 ids=0 billing=0 regex=1 " in answer.get("X-KVProxy-Removed")
-        and answer.get("X-KVProxy-Verdict") == "new branch"
-    )
-    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
-    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
-    assert (
-        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
-    )
-    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
 
 
 # --- the ledger in the proxy ----------------------------------------------------------------------
@@ -8320,6 +8303,19 @@ def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: P
     held.set()
 
 
+def test_explain_lost_prompt_is_recorded_when_the_proxy_stops(
+    rig: MakeRig, monkeypatch: Patch
+) -> None:
+    """It waits for an idle server, but for no longer than there is a proxy."""
+    monkeypatch.setattr(kvproxy.Warmup, "run", lambda warmup: warmup.over.wait())  # has no time
+    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info")
+    for body in ex_talk(2):
+        one.post(EX_CHAT_PATH, body)
+    assert len(one.log.lines) == 1
+    one.proxy.stop(0)
+    assert " | lost (user turn)" in one.log.lines[1] and len(one.proxy.metrics.recent) == 2
+
+
 def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
     """A prompt that the client only went on with, sent in another form: here because the proxy was
     started anew with other settings in between."""
@@ -8335,7 +8331,7 @@ def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> No
         for slot in [slot for turn in view.turns for slot in turn.slots()]:
             slot.set(slot.get().replace("file", "picture"))
 
-    one.proxy.scrubber.apply = apply
+    one.proxy.editor.scrubber.apply = apply
     verdict = ex_exchange(one, EX_CHAT_PATH, stamped[1:])[1].verdict
     assert (
         verdict.name == "rewritten" and "by kvproxy itself" in verdict.line() and not verdict.cure
@@ -10457,6 +10453,8 @@ def server_props(link: Link, seen: Seen) -> None:
         settings = {"n_ctx": 4096}
         return link.reply({"build_info": "b77-abc", "total_slots": 3, "model_path": "/models/tiny-q8.gguf",
                            "default_generation_settings": settings})  # fmt: skip
+    if seen.target == "/v1/models":
+        return link.reply(EX_MODELS)
     usage_answer(link, seen)
 
 
@@ -10590,14 +10588,11 @@ def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
         ("/a/b//", "/", "/a/b/"),
         ("/v1", "/v1/models", "/v1/models"),
         ("/v1/", "/v1", "/v1"),
-        ("/v1", "/models", "/v1/models"),
         ("/v1", "/props", "/props"),
         ("/llm/v1/", "/apply-template", "/llm/apply-template"),
         ("/v1", "/slots?model=m", "/slots?model=m"),
-        ("/v1", "/proposals", "/v1/proposals"),
         ("/v1", "/v1?x=/v1", "/v1?x=/v1"),
         ("/api/v1", "/v1/models", "/api/v1/models"),
-        ("/api/v1", "/v1beta/models", "/api/v1/v1beta/models"),
         ("/v1/api", "/v1/models", "/v1/api/v1/models"),
         ("/openai-v1", "/v1/models", "/openai-v1/v1/models"),
     ],
@@ -10611,7 +10606,7 @@ def test_server_path_prefix_over_the_wire(rig: MakeRig) -> None:
     server = FakeServer()
     proxied = rig(backend_url=server.url + "/llm/v1/")
     assert proxied.get("/v1/models?q=1").status == 200
-    assert proxied.post("/chat/completions", HI).status == 200
+    assert proxied.post("/v1/chat/completions", HI).status == 200
     assert [seen.target for seen in server.seen] == [
         "/llm/v1/models?q=1",
         "/llm/v1/chat/completions",
@@ -10864,7 +10859,7 @@ def test_server_stop_cuts_after_the_grace(rig: MakeRig) -> None:
 
 def models_through(proxy: Proxy) -> int:
     """Fetch something through a proxy; the status."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+    connection = connect_to(proxy.url)
     try:
         connection.request("GET", "/v1/models")
         return connection.getresponse().status
@@ -11531,6 +11526,7 @@ def by_hand(monkeypatch: Patch) -> None:
 
     def run(self: kvproxy.Warmup) -> None:
         while not self.over.wait(0.01):
+            self.proxy.explain_lost()
             self.save()
 
     monkeypatch.setattr(kvproxy.Warmup, "run", run)
@@ -13347,13 +13343,9 @@ def test_status_time_saved() -> None:
     metrics.count(unedited)
     assert metrics.counts["saved_seconds_total", ""] == pytest.approx((990 + 490) * 2 / 1000)
     timed = ex_done(0, 3000, "cold")
-    # no prompt_ms (Anthropic): the first event tells
-    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
-    metrics.count(timed)
+    metrics.count(timed)  # no prompt_ms: nothing is known of its time
     metrics.count(ex_done(1000, 1000))
-    assert metrics.counts["saved_seconds_total", ""] == pytest.approx(
-        (990 + 490) * 2 / 1000 + 1000 * 16 / 4000
-    )
+    assert metrics.counts["saved_seconds_total", ""] == pytest.approx((1990 + 490) * 2 / 1000)
 
 
 def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
@@ -13379,13 +13371,11 @@ def test_status_bodies_kept_are_bounded() -> None:
         exchange = ex_done(0)
         exchange.received, exchange.forwarded = b"x" * size, b"y" * (size // 2)
         metrics.count(exchange)
-        held = sum(len(one.received or b"") + len(one.forwarded or b"") for one in metrics.recent)
-        assert held <= 1000
-    assert (
-        len(metrics.recent) == 5
-        and metrics.recent[-1].received is None
-        and metrics.recent[-1].number == 8
-    )
+        assert sum(one.size() for one in metrics.recent) == metrics.kept <= 1000
+    assert not metrics.recent and exchange.number == 8 and exchange.received is None
+    for _ in range(9):
+        metrics.count(ex_done(0))
+    assert len(metrics.recent) == 5 and metrics.recent[-1].number == 17
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -13399,8 +13389,7 @@ def test_status_page_before_any_request(rig: MakeRig) -> None:
     assert "No prompt yet" in text and "<h2>Last requests</h2>None." in text
     assert one.get("/kvproxy/").status == 200 and one.get("/kvproxy?x=1").status == 200
     assert one.get("/kvproxy/requests").json() == {"requests": []}
-    assert {seen.target for seen in one.server.seen} == {"/props", "/v1/models"}  # once
-    assert len(one.server.seen) == 2
+    assert {seen.target for seen in one.server.seen} == {"/props", "/v1/models"}
 
 
 def test_status_page(rig: MakeRig) -> None:
@@ -13538,7 +13527,6 @@ def test_status_page_tells_what_goes_on_now(rig: MakeRig) -> None:
     one.finished(1)
     assert "kvproxy_backend_up 1" in one.get("/kvproxy/metrics").body.decode()
     one.server.close()
-    one.proxy.backend.next_question = 0.0  # ten seconds later
     one.get("/kvproxy")
     assert "kvproxy_backend_up 0" in one.get("/kvproxy/metrics").body.decode()
 
@@ -13783,20 +13771,12 @@ def ex_metrics(text: str) -> dict[str, float]:
     """Samples of the Prometheus text format; asserts what the format demands."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
-    helped: set[str] = set()
     assert text.endswith("\n")
     for line in text.splitlines():
-        if line.startswith("# HELP "):
-            name = line.split(" ")[2]
-            assert name not in helped and len(line.split(" ")) > 3
-            helped.add(name)
-        elif line.startswith("# TYPE "):
+        if line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
-            assert (
-                name in helped
-                and kind in ("counter", "gauge")
-                and (kind == "counter") == name.endswith("_total")
-            )
+            assert name not in kinds and kind in ("counter", "gauge")
+            assert (kind == "counter") == name.endswith("_total")
             kinds[name] = kind
         else:
             match = re.fullmatch(r'([a-z_]+)((?:\{[a-z]+="(?:[^"\\\n]|\\["\\n])*"\})?) (\S+)', line)
@@ -13835,16 +13815,13 @@ def test_status_metrics(rig: MakeRig) -> None:
         "kvproxy_running_requests": 0,
     }.items():
         assert found.get(sample, 0) == pytest.approx(value), sample
-    assert 0 <= found["kvproxy_saved_seconds_total"] < 0.3  # next to nothing was edited
-    assert found["kvproxy_ledger_bytes"] > 1000 and found[
-        "kvproxy_start_time_seconds"
-    ] == pytest.approx(time.time(), abs=600)
+    assert 0 <= found.get("kvproxy_saved_seconds_total", 0) < 0.3  # next to nothing was edited
     parser = pytest.importorskip("prometheus_client.parser")
     families = {
         family.name: family
         for family in parser.text_string_to_metric_families(answer.body.decode())
     }
-    assert len(families) == len(kvproxy.METRICS)
+    assert len(families) == len({name for name, _ in one.proxy.metrics.counts}) + 4
     assert {sample.name: sample.value for sample in families["kvproxy_hit_ratio"].samples} == {
         "kvproxy_hit_ratio": pytest.approx(1000 / 3100)
     }
@@ -14014,7 +13991,7 @@ def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
     asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
     assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
     assert "<h2>Where its tokens go</h2>" in one.get("/kvproxy/requests/1").body.decode()
-    one.proxy.still.clear()
+    one.proxy.active[one.finished(1)[0]] = None  # it is served
     assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
     assert "<dt>estimated</dt><dd>True" in one.get("/kvproxy/requests/1").body.decode()
     assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 16
@@ -14156,7 +14133,7 @@ STATUS_FULL = "request (40000 tokens) exceeds the available context size (32768 
 @pytest.mark.parametrize(
     ("status", "answer", "told"),
     [
-        (400, {"error": {"message": STATUS_FULL}}, f"{STATUS_FULL} (kvproxy: raise -c, lower -np, "),
+        (400, {"error": {"message": STATUS_FULL}}, STATUS_FULL),
         (400, {"error": "no such model"}, "no such model"),
         (500, b"<h1>Oops</h1>\n\x1b[31mred", "<h1>Oops</h1> \\x1b[31mred"),
         (401, {"error": {"message": "wrong key k-12345678, see ?a=q-12345678"}}, "wrong key ***, see ?a=***"),
@@ -14180,15 +14157,6 @@ def test_status_shows_a_servers_error(rig: MakeRig, status: int, answer: Any, to
     assert all(row["error"] in text for text in (*shown, one.log.lines[0]))
     assert not any("12345678" in text for text in (*shown, *one.log.lines))
     assert row["error"] not in one.get("/kvproxy", "Via: 1.1 box\r\n").body.decode()
-
-
-def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
-    one = rig(lambda link, seen: link.reply({"error": "Unexpected endpoint"}), log_level="info")
-    one.post("/v1/v1/chat/completions", ex_chat(EX_HI))
-    one.finished(1)
-    hint = "/v1 stands there twice: leave it out of the agent's base URL"
-    assert one.log.lines[0].endswith(f"status=200 | (kvproxy: {hint})")
-    assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
 
 
 def test_server_keeps_the_lines_of_a_request_together(rig: MakeRig) -> None:
@@ -14230,7 +14198,6 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
     assert ">The model server does not answer (502)<" in text
     assert "No answer from the model server" in text
     one.server = FakeServer(port=port)
-    one.proxy.backend.next_question = 0.0  # ten seconds later
     text = one.get("/kvproxy").body.decode()
     assert ">The model server answers again<" in text
     for _ in range(2):
@@ -14245,8 +14212,7 @@ def test_server_log_says_that_the_backend_was_found(rig: MakeRig) -> None:
 
 
 def test_status_without_a_prompt_invites(rig: MakeRig) -> None:
-    """The address to copy, and whether the server answers; a server that is away is not asked on
-    every look."""
+    """The address to copy, and whether the server answers."""
     props = {"total_slots": 4, "model_path": "/m/big.gguf", "default_generation_settings": {"n_ctx": 8}}  # fmt: skip
     one = rig(ex_answers({"/props": props, "/v1/models": EX_MODELS}))
     text = one.get("/kvproxy").body.decode()
@@ -14260,8 +14226,7 @@ def test_status_without_a_prompt_invites(rig: MakeRig) -> None:
     text = away.get("/kvproxy").body.decode()
     assert f"No model server answers at {away.server.url}. llama-server listens on" in text
     away.server = FakeServer(port=away.server.port)
-    assert "No model server answers" in away.get("/kvproxy").body.decode()
-    assert away.server.seen == []
+    assert "The model server answers at " in away.get("/kvproxy").body.decode()
 
 
 def test_status_headline_judges_the_newest_conversation(rig: MakeRig) -> None:
@@ -15467,7 +15432,7 @@ def test_vendored_twice_in_one_process() -> None:
             proxy.log.addHandler(logs[-1])
             proxies.append(stack.enter_context(proxy))
         for proxy in proxies:
-            connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(proxy.url), PATIENCE)
+            connection = connect_to(proxy.url)
             connection.request("POST", "/v1/chat/completions", json.dumps(body))
             assert connection.getresponse().read()
             connection.close()
@@ -15796,7 +15761,7 @@ def test_real_openclaw_conversation(llama: Llama, monkeypatch: Patch, capsys: Ca
 
 def real_post(url: str, path: str, body: Any) -> tuple[int, int]:
     """(prompt tokens, prompt tokens read) of one request that is not streamed."""
-    connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(url), 120)
+    connection = connect_to(url, 120)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -15930,7 +15895,7 @@ def scripted_answers(url: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
     class Actor(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            connection = kvproxy.http_connection(kvproxy.urllib.parse.urlsplit(url), 120)
+            connection = connect_to(url, 120)
             connection.request("POST", self.path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = json.loads(response.read())
