@@ -3052,10 +3052,11 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            end = time.monotonic() + LINGER_SECONDS * self.linger
-            self.until = end
+            self.server.waiting[self.socket] = None
+            end = self.until = time.monotonic() + LINGER_SECONDS * self.linger
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
+        self.server.waiting.pop(self.socket, None)
         if self.kept is not None:
             self.kept.close()
         self.request.wait = never_wait  # it refers to this handler, which refers to it
