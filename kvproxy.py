@@ -2622,8 +2622,7 @@ def weights_of(
 
 
 # ==================================================================================================
-# Relay: HTTP on both sides, with http.server and http.client. The only section that touches sockets
-# of requests. What the library does right is the library's; each override says what it mends
+# Relay: HTTP on both sides, with http.server and http.client; each override says what it mends
 # ==================================================================================================
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
@@ -2632,6 +2631,7 @@ BUFFER = 8192  # bytes for a client, half of it for the server; idle streams hol
 PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # a client may leave an answer unread for so long
+KEEP_SECONDS = 120.0  # between the requests of a client
 QUIET_SECONDS = 0.02  # of silence: the model works, and there is time to explain
 LINGER_SECONDS = 2.0  # a client that is still sending gets to read an error
 DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
@@ -2643,7 +2643,7 @@ HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
 WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/1\.(\d)\r?\n" % TOKEN)
+REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FINAL_STATUS = re.compile(rb"(?m)^HTTP/1\.[01] [2-9]")
 FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
@@ -2664,25 +2664,10 @@ class BadMessage(Refused):
 
 
 class ClientGone(Exception):
-    """The client hung up, or stopped reading."""
+    """The client hung up, or does not read."""
 
 
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
-
-
-def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
-    """The events that come in time of those that are wanted, by descriptor. select() takes none
-    above 1023, but on Windows."""
-    seconds = max(0.0, seconds)
-    if hasattr(select, "poll"):
-        poller = select.poll()
-        for descriptor, events in wanted.items():
-            poller.register(descriptor, events)
-        return dict(poller.poll(1000 * seconds))
-    reads = [one for one, events in wanted.items() if events & READ]
-    writes = [one for one, events in wanted.items() if events & WRITE]
-    reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # not three empty lists
-    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
 
 def never_wait(events: int) -> None:
@@ -2691,17 +2676,15 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file, which calls `wait(events)` where it would block, so that both
-    sockets can be waited for at once. The library takes it for the socket. `ends` are the
-    exceptions for a broken connection and for the end of one."""
+    """A connected socket as a file, which calls `wait(events)` where it would block: both sockets
+    can be waited for at once. `ends` are raised for a broken connection and for its end."""
 
     def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
         self.broken, self.ended = ends
         self.descriptor = sock.fileno()
         self.ahead = bytearray()  # what was read before anyone asked for it
-        # TLS may hold bytes that the system knows nothing of.
-        self.pending = getattr(sock, "pending", int)
+        self.pending = getattr(sock, "pending", int)  # bytes that only TLS knows of
         sock.setblocking(False)
 
     def readable(self) -> bool:
@@ -2730,7 +2713,7 @@ class Stream(io.RawIOBase):
                 raise self.broken(str(error)) from None
 
     def read_ahead(self) -> bool:
-        """Take in what has come, for later; False when the connection has ended."""
+        """Take in what has come; False when the connection has ended."""
         try:
             data = self.sock.recv(PIECE_BYTES)
         except AGAIN:
@@ -2749,26 +2732,22 @@ class Stream(io.RawIOBase):
         return io.BufferedReader(self, size)
 
     def flush(self) -> None:
-        """http.client flushes files after it closed the socket."""
+        """http.client asks for it after it closed the socket."""
 
     def close(self) -> None:
-        if not self.closed:
-            with suppress(OSError):  # wakes threads that wait on it; close() does not
-                self.sock.shutdown(socket.SHUT_RDWR)
-            self.sock.close()
+        self.sock.close()
         super().close()
 
 
-def read_line(file: Any, limit: int) -> bytes:
-    """A line with its end."""
+def read_line(file: Any, limit: int, status: int = 431) -> bytes:
     line: bytes = file.readline(limit + 1)
     if len(line) > limit:
-        raise BadMessage(431, "A line of the head is too long")
+        raise BadMessage(status, "A line of the head is too long")
     return line
 
 
 class Fields(http.client.HTTPMessage):
-    """Headers with an index: the library goes through all of them for each look-up."""
+    """Headers with an index: the library searches all of them each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2779,7 +2758,7 @@ class Fields(http.client.HTTPMessage):
         self.index.setdefault(name.lower(), []).append(value)
 
     def all(self, name: str) -> list[str]:
-        """The values of a header (its name in lower case)."""
+        """The values of a header, given in lower case."""
         return self.index.get(name, [])
 
     def members(self, name: str) -> list[str]:
@@ -2788,8 +2767,8 @@ class Fields(http.client.HTTPMessage):
         return [one.strip(" \t").lower() for value in values for one in value.split(",")]
 
     def end_to_end(self, drop: Collection[str]) -> list[str]:
-        """The lines that a proxy passes on, without `drop` and what Connection lists: not the
-        length, without which a body would be taken for the next message."""
+        """The lines to pass on, without `drop` and what Connection lists: not the length, without
+        which a body would be taken for the next message."""
         dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
         kept = (item for item in self.raw_items() if item[0].lower() not in dropped)
         return [f"{name}: {value}" for name, value in kept]
@@ -2806,8 +2785,8 @@ class Fields(http.client.HTTPMessage):
 
 
 def read_headers(file: Any, limit: int) -> Fields:
-    """Header lines (RFC 9112 section 5) up to the blank line. The library's parse_headers() splits
-    them at a bare CR too, drops all behind a line without a colon, and is more than twice as slow."""
+    """Header lines (RFC 9112 section 5). parse_headers() of the library splits them at a bare CR
+    too, drops all behind a line without a colon, and takes more than twice as long."""
     headers = Fields()
     for _ in range(HEADER_LIMIT + 1):
         line = read_line(file, limit)
@@ -2821,10 +2800,9 @@ def read_headers(file: Any, limit: int) -> Fields:
     raise BadMessage(431, "There are too many header lines")
 
 
-def read_chunks(file: Any) -> Iterator[Part]:
-    """A chunked body (RFC 9112 section 7.1) as it comes. HTTPResponse takes +2, 0x2 and 1_0 for
-    sizes, does not look at what ends a chunk, and takes the connection's end for the end of the
-    trailers."""
+def read_chunks(file: Any, limit: float) -> Iterator[Part]:
+    """A chunked body (RFC 9112 section 7.1). HTTPResponse takes +2, 0x2 and 1_0 for sizes, does not
+    look at what ends a chunk, and takes the connection's end for that of the trailers."""
     size = -1
     while size:
         line = read_line(file, HEAD_LIMIT)
@@ -2832,6 +2810,9 @@ def read_chunks(file: Any) -> Iterator[Part]:
         if not found:
             raise BadMessage(400, "A chunk's size is malformed")
         size = left = int(found[1], 16)
+        limit -= size
+        if limit < 0:
+            raise Refused(413, TOO_LONG)
         while left:
             data = file.read1(min(left, PIECE_BYTES))
             left -= len(data)
@@ -2849,11 +2830,11 @@ def read_chunks(file: Any) -> Iterator[Part]:
     yield line, b""
 
 
-def body_parts(file: Any, chunked: bool, left: int | None) -> Iterator[Part]:
-    """A body as it comes; coded in chunks where only closing tells its end. read1() of HTTPResponse
-    hides that one was cut."""
+def body_parts(file: Any, chunked: bool, left: int | None, limit: float) -> Iterator[Part]:
+    """A body as it comes; in chunks where only closing tells its end. read1() of HTTPResponse hides
+    that one was cut."""
     if chunked:
-        yield from read_chunks(file)
+        yield from read_chunks(file, limit)
     elif left is not None:
         while left:
             data = file.read1(min(left, PIECE_BYTES))
@@ -2891,9 +2872,8 @@ class Response(http.client.HTTPResponse):
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
-        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3): in
-        chunks, at a length, or with the connection. The library takes 103 for the answer (RFC 9110
-        section 15.2), and its parser is not strict."""
+        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3). The
+        library takes 103 for the answer (RFC 9110 section 15.2), and its parser is not strict."""
         try:
             self.fp.peek(1)
         except (ConnectionError, EOFError):
@@ -2918,7 +2898,7 @@ class Response(http.client.HTTPResponse):
         self.keeps = (self.chunked or self.length is not None) and not closes
 
     def release(self) -> bool:
-        """Let go of the connection; whether it can be used again."""
+        """Let go of the connection; False unless it can be used again."""
         reader, self.fp = self.fp, None
         reader.raw.wait = never_wait
         try:
@@ -2930,10 +2910,10 @@ class Response(http.client.HTTPResponse):
 
 
 class Upstream(http.client.HTTPConnection):
-    """A connection to the model server. The library's request() takes ASCII targets only, and sends
-    head and body apart: the server wakes up twice."""
+    """A connection to the model server. request() of the library takes ASCII targets only, and
+    sends head and body apart: the server wakes up twice."""
 
-    sock: Any  # a Stream, once it is connected
+    sock: Any  # a Stream
 
     def __init__(self, url: Url, host: str, timeout: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, url.port or (443 if tls else 80), timeout)
@@ -2947,7 +2927,7 @@ class Upstream(http.client.HTTPConnection):
         self.sock = Stream(self.sock, never_wait, ConnectionError, EOFError)
 
     def look_for_answer(self) -> None:
-        """Raises ConnectionError when the final answer has begun, or the connection has ended."""
+        """Raises ConnectionError when the final answer or the end of the connection came."""
         ended, ahead = not self.sock.read_ahead(), self.sock.ahead
         if ended or FINAL_STATUS.search(ahead) or len(ahead) > HEAD_LIMIT:
             raise ConnectionError("it answers before it has the whole request")
@@ -2976,23 +2956,22 @@ class Tap:
         return bytes(self.data[:first]), bytes(self.data[first:])
 
 
-# --- the client's side ----------------------------------------------------------------------------
-
 TOO_LONG = "The body is longer than MAX_BODY_MB allows"
 FOREIGN = "Pages of other sites may send application/json only"
+ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
     """An error object as the SDKs of the path's dialect expect it."""
     dialect, _ = dialect_of(path.partition("?")[0])
-    kind = "invalid_request_error" if status < 500 else "api_error"
+    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
     return dump({"error": {"message": message, "type": kind, "code": status}})
 
 
 class Relay(BaseHTTPRequestHandler):
-    """A client's connection: reads requests, forwards them, relays the answers."""
+    """A client's connection."""
 
     server: Server
     protocol_version = request_version = "HTTP/1.1"
@@ -3006,6 +2985,7 @@ class Relay(BaseHTTPRequestHandler):
     host = ""  # the last one that was known
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
+    wanted: dict[int, int] | None = None  # what the poll object below was made for
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -3013,11 +2993,12 @@ class Relay(BaseHTTPRequestHandler):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
+        self.until = time.monotonic() + self.config.header_timeout
         super().setup()  # makes rfile and wfile of it
 
     def handle_one_request(self) -> None:
-        """Serve the next request. In the library each read has a time-out of its own, so that a
-        head may take for ever; only methods with a do_ function exist, and errors are HTML pages."""
+        """In the library each read has a time-out of its own, so that a head may take for ever; only
+        methods with a do_ function exist, and errors are HTML pages."""
         self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
@@ -3033,7 +3014,8 @@ class Relay(BaseHTTPRequestHandler):
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
                 body = error_body(self.path, status, fault)
-                self.respond((status, body, [], "application/json"))
+                headers = [(b"Retry-After", b"1")] * (status == 503)
+                self.respond((status, body, headers, "application/json"))
         except (ClientGone, OSError):
             self.close_connection, fault = True, "client left"
         finally:
@@ -3043,6 +3025,7 @@ class Relay(BaseHTTPRequestHandler):
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
                 self.proxy.finished(exchange)
+            self.until = time.monotonic() + KEEP_SECONDS
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
@@ -3053,7 +3036,8 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
             self.server.waiting[self.socket] = None
-            end = self.until = time.monotonic() + LINGER_SECONDS * self.linger
+            end = time.monotonic() + LINGER_SECONDS
+            self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
         self.server.waiting.pop(self.socket, None)
@@ -3062,17 +3046,32 @@ class Relay(BaseHTTPRequestHandler):
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         super().finish()
 
+    def poll(self, wanted: dict[int, int], seconds: float) -> dict[int, int]:
+        """The events that come in time of those that are wanted, by descriptor. select() takes none
+        above 1023, but on Windows."""
+        seconds = max(0.0, seconds)
+        if hasattr(select, "poll"):
+            if wanted != self.wanted:  # a stream waits for the same ones each time
+                self.wanted, self.poller = wanted, select.poll()
+                for descriptor, events in wanted.items():
+                    self.poller.register(descriptor, events)
+            return dict(self.poller.poll(1000 * seconds))
+        reads = [one for one, events in wanted.items() if events & READ]
+        writes = [one for one, events in wanted.items() if events & WRITE]
+        reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # one is not empty
+        return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
+
     def wait_for_client(self, events: int) -> None:
         """Raises Refused when it is too slow, ClientGone when it does not read, and ConnectionError
         when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
-            if not poll(wanted, SEND_SECONDS):
+            if not self.poll(wanted, SEND_SECONDS):
                 raise ClientGone
             return
         if server is not None:
             wanted[server.sock.descriptor] = READ
-        found = poll(wanted, self.until - time.monotonic())
+        found = self.poll(wanted, self.until - time.monotonic())
         if not found:
             raise Refused(408, "Too slow; a body has a minute for each MB")
         if server is not None and server.sock.descriptor in found:
@@ -3094,16 +3093,16 @@ class Relay(BaseHTTPRequestHandler):
             raise TimeoutError("nothing came within READ_TIMEOUT")
 
     def watch(self, events: int, seconds: float) -> int:
-        """What happens on the server's socket, if there is one, in so many seconds; 0: nothing.
+        """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
         Raises ClientGone when the client hangs up, or half of it, as for llama-server itself, and
-        ConnectionError when the server answers before it has the whole request."""
+        ConnectionError when the server answers too early."""
         client = self.request
         while True:
             room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
             wanted = {client.descriptor: READ if room else 0}
             if self.upstream is not None:
                 wanted[self.upstream.sock.descriptor] = events | READ
-            found = poll(wanted, seconds)
+            found = self.poll(wanted, seconds)
             more = found.pop(client.descriptor, 0)
             if more and not client.read_ahead():
                 raise ClientGone
@@ -3115,10 +3114,8 @@ class Relay(BaseHTTPRequestHandler):
                 return 0
 
     def read_request(self) -> Request | None:
-        """Wait for a request's head; None when no more come. Raises Refused (RFC 9112 sections 3
-        and 6.3). The library splits the first line at any white space, makes /x of //x, and sees
-        `Connection: close` only where it stands alone."""
-        self.until = time.monotonic() + self.config.header_timeout
+        """A request's head (RFC 9112 sections 3 and 6.3); None when no more come. The library splits
+        the first line at any white space, makes /x of //x, and overlooks `Connection: close, x`."""
         try:
             while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
                 self.rfile.read(1)
@@ -3127,11 +3124,11 @@ class Relay(BaseHTTPRequestHandler):
         if not re.match(TOKEN, start):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://")
         self.until = time.monotonic() + self.config.header_timeout
-        line = read_line(self.rfile, HEAD_LIMIT)
+        line = read_line(self.rfile, HEAD_LIMIT, 414)
         match = REQUEST_LINE.fullmatch(line)
         if not match:
             raise Refused(400, "This is no HTTP/1.1 request line")
-        method, path, old = match[1].decode(), match[2].decode("latin-1"), match[3] == b"0"
+        method, path, old = match[1].decode(), match[2].decode("latin-1"), match[4] == b"0"
         if absolute := re.match("(?i)https?://[^/?#]*", path):
             path = "/" + path[absolute.end() :].removeprefix("/")
         self.command, self.path = method, path
@@ -3139,7 +3136,8 @@ class Relay(BaseHTTPRequestHandler):
         chunked, length = headers.framing()
         self.close_connection = old or "close" in headers.members("connection")
         request = Request(method, path, headers, old, length, chunked)
-        hosts, host = len(headers.all("host")), request.get("host")
+        twice = any(len(headers.all(name)) > 1 for name in ("host", "origin", "sec-fetch-site"))
+        host = request.get("host")
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
@@ -3147,8 +3145,10 @@ class Relay(BaseHTTPRequestHandler):
         kind = request.get("content-type").partition(";")[0].strip().lower()
         unknown = self.proxy.loopback_only and host not in ("", self.host)
         for wrong, status, text in (
+            (match[3] != b"1", 505, "Only HTTP/1.0 and HTTP/1.1 are spoken here"),
             (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
-            (hosts > 1 or not (hosts or old), 400, "A request needs one Host header"),
+            (not (old or headers.all("host")), 400, "A request needs a Host header"),
+            (twice, 400, "There can be one Host, Origin and Sec-Fetch-Site header only"),
             (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
             (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
             ((length or 0) > self.config.max_body_mb << 20, 413, TOO_LONG),
@@ -3166,21 +3166,24 @@ class Relay(BaseHTTPRequestHandler):
         if not request.chunked and not request.length:
             return
         if request.get("expect").lower() == "100-continue" and not request.old:
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.until = 0.0
+            try:
+                self.rfile.peek(1)  # the body may be here already
+            except Refused:
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         begun, size = time.monotonic(), 0
         self.until = begun + BODY_SECONDS
-        for _, data in body_parts(self.rfile, request.chunked, request.length or 0):
+        limit = self.config.max_body_mb << 20
+        for _, data in body_parts(self.rfile, request.chunked, request.length or 0, limit):
             yield data
             size += len(data)
             self.until = begun + BODY_SECONDS * (1 + size / (1 << 20))
 
     def read_body(self, request: Request) -> bytearray:
-        """The whole body, counted until the request has ended."""
+        """The whole body; it counts until the request has ended."""
         body = bytearray()
         for data in self.body(request):
             body += data
-            if len(body) > self.config.max_body_mb << 20:
-                raise Refused(413, TOO_LONG)
             self.held += len(data)
             if not self.server.hold(len(data)):
                 raise Refused(503, "All bodies together take too much memory; try again")
@@ -3208,8 +3211,7 @@ class Relay(BaseHTTPRequestHandler):
         return self.forward(exchange)
 
     def begin_answer(self, status: int, reason: str | None, lines: list[str]) -> None:
-        """Make an answer's head. It is sent with the first bytes of the body: they may turn out to be
-        unreadable."""
+        """Make an answer's head. It goes with the first bytes of the body: these may be bad."""
         if self.close_connection:
             lines.append("Connection: close")
         self._headers_buffer = []
@@ -3227,9 +3229,8 @@ class Relay(BaseHTTPRequestHandler):
         self.flush_headers()
 
     def forward(self, exchange: Exchange) -> str:
-        """Send the request on and relay the answer; returns why that was cut, or ''. A request is
-        repeated only where nothing came back on a connection that was used before: the server has
-        just closed it (RFC 9112 section 9.3.1)."""
+        """Send the request on and relay the answer; returns why that was cut, or ''. It is repeated
+        only where nothing came on a used connection: it was just closed (RFC 9112 section 9.3.1)."""
         backend = self.proxy.backend
         if exchange.passes and self.kept is not None:  # a body that goes out only once
             self.kept.close()
@@ -3268,7 +3269,7 @@ class Relay(BaseHTTPRequestHandler):
         return self.forward(exchange)
 
     def send_request(self, upstream: Upstream, exchange: Exchange) -> bool:
-        """Send a request; False if the server answers before it has all of it."""
+        """Returns False when the server answers before it has the whole request."""
         request, body = exchange.request, exchange.forwarded
         lines = [f"{request.method} {under(upstream.url, request.path)} HTTP/1.1"]
         lines += [f"Host: {upstream.url.netloc}", *request.headers.end_to_end(WRITTEN_ANEW)]
@@ -3303,7 +3304,8 @@ class Relay(BaseHTTPRequestHandler):
         if not by_length and not old:
             lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
-        for received, payload in body_parts(response.fp, response.chunked, response.length):
+        parts = body_parts(response.fp, response.chunked, response.length, float("inf"))
+        for received, payload in parts:
             exchange.begun = exchange.begun or time.monotonic()
             if exchange.tap is not None:
                 exchange.tap.add(payload)

@@ -158,7 +158,7 @@ def read_request(data: bytes, size: int) -> tuple[object, ...]:
     body = b""
     try:
         request = relay.read_request()
-        for _, payload in kvproxy.read_chunks(relay.rfile):
+        for _, payload in kvproxy.read_chunks(relay.rfile, float("inf")):
             body += payload
     except (kvproxy.Refused, EOFError) as refused:
         return (type(refused),)
