@@ -2627,15 +2627,15 @@ def weights_of(
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
-BUFFER = 8192  # bytes for a client, half of it for the server; idle streams hold both
-PIECE_BYTES = 65536  # bytes of a body that are passed on at a time
+BUFFER = 8192  # bytes for a client, half of it for the server
+PIECE_BYTES = 65536  # bytes of a body at a time
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
-SEND_SECONDS = 300.0  # a client may leave an answer unread for so long
+SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
-QUIET_SECONDS = 0.02  # of silence: the model works, and there is time to explain
-LINGER_SECONDS = 2.0  # a client that is still sending gets to read an error
-DRAIN_SECONDS = 10.0  # streams get this long to end when the proxy stops
-TAP_BYTES = 65536  # of an answer's end, and a quarter of its start: the usage stands there
+QUIET_SECONDS = 0.02  # of silence: there is time to explain
+LINGER_SECONDS = 2.0  # for a client that is still sending
+DRAIN_SECONDS = 10.0  # streams get this long when the proxy stops
+TAP_BYTES = 65536  # of an answer's end; a quarter of its start
 
 # RFC 9110 section 7.6.1. Authorization is end to end.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -2652,7 +2652,7 @@ LENGTH = re.compile(r"[0-9]{1,19}")
 
 Headers = list[tuple[bytes, bytes]]
 Url = urllib.parse.SplitResult
-Part = tuple[bytes, bytes]  # of a body: as received, and the payload in it
+Part = tuple[bytes, bytes]  # of a body: as received, and its payload
 
 
 class Refused(Exception):
@@ -2676,8 +2676,8 @@ def never_wait(events: int) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A connected socket as a file, which calls `wait(events)` where it would block: both sockets
-    can be waited for at once. `ends` are raised for a broken connection and for its end."""
+    """A connected socket as a file, which calls `wait(events)` where it would block. `ends` are the
+    exceptions for a broken connection and for its end."""
 
     def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
@@ -2774,8 +2774,8 @@ class Fields(http.client.HTTPMessage):
         return [f"{name}: {value}" for name, value in kept]
 
     def framing(self) -> tuple[bool, int | None]:
-        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 too, and of two
-        lengths the library takes the first."""
+        """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 too, and the
+        library the first of two lengths."""
         coding, lengths = self.members("transfer-encoding"), self.all("content-length")
         if coding not in ([], ["chunked"]):
             raise BadMessage(501, "Transfer-Encoding can be chunked only")
@@ -2786,7 +2786,7 @@ class Fields(http.client.HTTPMessage):
 
 def read_headers(file: Any, limit: int) -> Fields:
     """Header lines (RFC 9112 section 5). parse_headers() of the library splits them at a bare CR
-    too, drops all behind a line without a colon, and takes more than twice as long."""
+    too, and drops all behind a line without a colon."""
     headers = Fields()
     for _ in range(HEADER_LIMIT + 1):
         line = read_line(file, limit)
@@ -2830,9 +2830,8 @@ def read_chunks(file: Any, limit: float) -> Iterator[Part]:
     yield line, b""
 
 
-def body_parts(file: Any, chunked: bool, left: int | None, limit: float) -> Iterator[Part]:
-    """A body as it comes; in chunks where only closing tells its end. read1() of HTTPResponse hides
-    that one was cut."""
+def body_parts(file: Any, chunked: bool, left: int | None, limit: float = 1e99) -> Iterator[Part]:
+    """A body as it comes. read1() of HTTPResponse hides that one was cut."""
     if chunked:
         yield from read_chunks(file, limit)
     elif left is not None:
@@ -2852,28 +2851,26 @@ class Request:
     """A request's head, as received."""
 
     method: str
-    path: str  # with the query, without a host; a character for each byte
+    path: str  # with the query; a character for each byte
     headers: Fields
     old: bool = False  # HTTP/1.0
     length: int | None = None  # Content-Length
     chunked: bool = False
 
     def get(self, name: str) -> str:
-        """The first value of a header (in lower case), or ''."""
+        """The first value of a header, or ''."""
         return next(iter(self.headers.all(name)), "")
 
 
 class Response(http.client.HTTPResponse):
-    """An answer of the model server."""
-
     _method: str  # of the request
     fp: Any  # a BufferedReader on the connection's Stream
     headers: Fields
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
-        """Read the head of the final answer, and how its body ends (RFC 9112 section 6.3). The
-        library takes 103 for the answer (RFC 9110 section 15.2), and its parser is not strict."""
+        """Read the final answer's head (RFC 9112 section 6.3). The library takes 103 for it (RFC
+        9110 section 15.2), and its parser is not strict."""
         try:
             self.fp.peek(1)
         except (ConnectionError, EOFError):
@@ -2920,7 +2917,7 @@ class Upstream(http.client.HTTPConnection):
         self.url, self.tls = url, tls
 
     def connect(self) -> None:
-        """As in the library, whose HTTPSConnection is another class; but nothing blocks later."""
+        """HTTPSConnection of the library is another class."""
         super().connect()
         if self.tls is not None:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
@@ -2962,7 +2959,7 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """An error object as the SDKs of the path's dialect expect it."""
+    """As the SDKs of the path's dialect expect it."""
     dialect, _ = dialect_of(path.partition("?")[0])
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
@@ -2982,10 +2979,9 @@ class Relay(BaseHTTPRequestHandler):
     kept: Any = None  # an Upstream, between two requests
     exchange: Any = None  # an Exchange, likewise
     until = 0.0  # on the monotonic clock: the client has to send by then
-    host = ""  # the last one that was known
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
-    wanted: dict[int, int] | None = None  # what the poll object below was made for
+    wanted: dict[int, int] | None = None  # what self.poller was made for
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -2997,15 +2993,14 @@ class Relay(BaseHTTPRequestHandler):
         super().setup()  # makes rfile and wfile of it
 
     def handle_one_request(self) -> None:
-        """In the library each read has a time-out of its own, so that a head may take for ever; only
-        methods with a do_ function exist, and errors are HTML pages."""
+        """In the library a head may take for ever (each read has a time-out of its own), methods
+        need a do_ function, and errors are HTML pages."""
         self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = None
         try:
-            request = None if self.proxy.server is None else self.read_request()
-            if request is not None:
+            if self.proxy.server is not None and (request := self.read_request()):
                 fault = self.serve(request)
         except Refused as refused:
             self.close_connection = self.linger = True
@@ -3058,11 +3053,11 @@ class Relay(BaseHTTPRequestHandler):
             return dict(self.poller.poll(1000 * seconds))
         reads = [one for one, events in wanted.items() if events & READ]
         writes = [one for one, events in wanted.items() if events & WRITE]
-        reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # one is not empty
+        reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # never all empty
         return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
 
     def wait_for_client(self, events: int) -> None:
-        """Raises Refused when it is too slow, ClientGone when it does not read, and ConnectionError
+        """Raises Refused when it is slow, ClientGone when it does not read, and ConnectionError
         when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
@@ -3094,8 +3089,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
-        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself, and
-        ConnectionError when the server answers too early."""
+        Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
         client = self.request
         while True:
             room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
@@ -3114,8 +3108,8 @@ class Relay(BaseHTTPRequestHandler):
                 return 0
 
     def read_request(self) -> Request | None:
-        """A request's head (RFC 9112 sections 3 and 6.3); None when no more come. The library splits
-        the first line at any white space, makes /x of //x, and overlooks `Connection: close, x`."""
+        """The next head (RFC 9112 sections 3 and 6.3), or None. The library splits the first line
+        at any white space, makes /x of //x, and overlooks `Connection: close, x`."""
         try:
             while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
                 self.rfile.read(1)
@@ -3143,22 +3137,21 @@ class Relay(BaseHTTPRequestHandler):
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
         # For JSON a browser asks first (CORS preflight), and the server's answer decides.
         kind = request.get("content-type").partition(";")[0].strip().lower()
-        unknown = self.proxy.loopback_only and host not in ("", self.host)
+        unknown = host and self.proxy.loopback_only and not self.proxy.known_host(host)
         for wrong, status, text in (
             (match[3] != b"1", 505, "Only HTTP/1.0 and HTTP/1.1 are spoken here"),
             (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
             (not (old or headers.all("host")), 400, "A request needs a Host header"),
-            (twice, 400, "There can be one Host, Origin and Sec-Fetch-Site header only"),
+            (twice, 400, "Host, Origin and Sec-Fetch-Site can stand there once"),
             (method == "CONNECT", 405, "Set this address as base URL, not as HTTP_PROXY"),
             (path[0] != "/" and (method, path) != ("OPTIONS", "*"), 400, "The target is no path"),
             ((length or 0) > self.config.max_body_mb << 20, 413, TOO_LONG),
             # The page had its own name resolve to this machine (DNS rebinding).
-            (unknown and not self.proxy.known_host(host), 403, "Unknown Host; see ALLOWED_HOSTS"),
+            (unknown, 403, "Unknown Host; see ALLOWED_HOSTS"),
             (foreign and method == "POST" and kind != "application/json", 403, FOREIGN),
         ):
             if wrong:
                 raise Refused(status, text)
-        self.host = host
         return request
 
     def body(self, request: Request) -> Iterator[bytes]:
@@ -3180,7 +3173,6 @@ class Relay(BaseHTTPRequestHandler):
             self.until = begun + BODY_SECONDS * (1 + size / (1 << 20))
 
     def read_body(self, request: Request) -> bytearray:
-        """The whole body; it counts until the request has ended."""
         body = bytearray()
         for data in self.body(request):
             body += data
@@ -3219,7 +3211,6 @@ class Relay(BaseHTTPRequestHandler):
         self._headers_buffer.append("\r\n".join([*lines, "", ""]).encode("latin-1"))
 
     def respond(self, answer: Answer) -> None:
-        """An answer of the proxy's own."""
         status, body, headers, kind = answer
         lines = [f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Cache-Control: no-store"]
         lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
@@ -3230,9 +3221,9 @@ class Relay(BaseHTTPRequestHandler):
 
     def forward(self, exchange: Exchange) -> str:
         """Send the request on and relay the answer; returns why that was cut, or ''. It is repeated
-        only where nothing came on a used connection: it was just closed (RFC 9112 section 9.3.1)."""
+        only where nothing came on a used connection (RFC 9112 section 9.3.1)."""
         backend = self.proxy.backend
-        if exchange.passes and self.kept is not None:  # a body that goes out only once
+        if exchange.passes and self.kept is not None:
             self.kept.close()
             self.kept = None
         upstream, self.kept = self.kept, None
@@ -3292,7 +3283,6 @@ class Relay(BaseHTTPRequestHandler):
         return whole
 
     def relay(self, response: Response, exchange: Exchange) -> None:
-        """Pass the answer on as it comes, byte for byte."""
         exchange.status = response.status
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.server is None
@@ -3304,8 +3294,7 @@ class Relay(BaseHTTPRequestHandler):
         if not by_length and not old:
             lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
-        parts = body_parts(response.fp, response.chunked, response.length, float("inf"))
-        for received, payload in parts:
+        for received, payload in body_parts(response.fp, response.chunked, response.length):
             exchange.begun = exchange.begun or time.monotonic()
             if exchange.tap is not None:
                 exchange.tap.add(payload)
@@ -3315,7 +3304,7 @@ class Relay(BaseHTTPRequestHandler):
 
 
 class Exchange:
-    """One request on its way, and what is remembered of it afterwards."""
+    """A request on its way, and what is remembered of it."""
 
     client = b""  # a hash of who sent it
     number = 0
@@ -3334,7 +3323,7 @@ class Exchange:
     status, fault = 0, ""
     error = answer = ""  # what the server said, in part
     model, stream = "", False
-    passes = False  # its body is passed on as it comes, and cannot be repeated
+    passes = False  # its body goes out as it comes, only once
     tap: Tap | None
 
     def __init__(
@@ -3346,7 +3335,6 @@ class Exchange:
         self.report, self.trace, self.tap = Report(), Trace(), Tap()
 
     def size(self) -> int:
-        """Bytes of the bodies."""
         same = self.forwarded is self.received
         return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
