@@ -2670,6 +2670,21 @@ class ClientGone(Exception):
 READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
 
+def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
+    """The events that come in time of those that are wanted, by descriptor. select() takes none
+    above 1023, but on Windows."""
+    seconds = max(0.0, seconds)
+    if hasattr(select, "poll"):
+        poller = select.poll()
+        for descriptor, events in wanted.items():
+            poller.register(descriptor, events)
+        return dict(poller.poll(1000 * seconds))
+    reads = [one for one, events in wanted.items() if events & READ]
+    writes = [one for one, events in wanted.items() if events & WRITE]
+    reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # not three empty lists
+    return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
+
+
 def never_wait(events: int) -> None:
     """The `wait` of a stream that nobody reads from."""
     raise BlockingIOError
@@ -2981,7 +2996,6 @@ class Relay(BaseHTTPRequestHandler):
     until = 0.0  # on the monotonic clock: the client has to send by then
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
-    wanted: dict[int, int] | None = None  # what self.poller was made for
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -3041,32 +3055,17 @@ class Relay(BaseHTTPRequestHandler):
         self.request.wait = never_wait  # it refers to this handler, which refers to it
         super().finish()
 
-    def poll(self, wanted: dict[int, int], seconds: float) -> dict[int, int]:
-        """The events that come in time of those that are wanted, by descriptor. select() takes none
-        above 1023, but on Windows."""
-        seconds = max(0.0, seconds)
-        if hasattr(select, "poll"):
-            if wanted != self.wanted:  # a stream waits for the same ones each time
-                self.wanted, self.poller = wanted, select.poll()
-                for descriptor, events in wanted.items():
-                    self.poller.register(descriptor, events)
-            return dict(self.poller.poll(1000 * seconds))
-        reads = [one for one, events in wanted.items() if events & READ]
-        writes = [one for one, events in wanted.items() if events & WRITE]
-        reads, writes, _ = select.select(reads, writes, list(wanted), seconds)  # never all empty
-        return {one: READ * (one in reads) | WRITE * (one in writes) for one in {*reads, *writes}}
-
     def wait_for_client(self, events: int) -> None:
         """Raises Refused when it is slow, ClientGone when it does not read, and ConnectionError
         when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
         if events == WRITE:
-            if not self.poll(wanted, SEND_SECONDS):
+            if not poll(wanted, SEND_SECONDS):
                 raise ClientGone
             return
         if server is not None:
             wanted[server.sock.descriptor] = READ
-        found = self.poll(wanted, self.until - time.monotonic())
+        found = poll(wanted, self.until - time.monotonic())
         if not found:
             raise Refused(408, "Too slow; a body has a minute for each MB")
         if server is not None and server.sock.descriptor in found:
@@ -3096,7 +3095,7 @@ class Relay(BaseHTTPRequestHandler):
             wanted = {client.descriptor: READ if room else 0}
             if self.upstream is not None:
                 wanted[self.upstream.sock.descriptor] = events | READ
-            found = self.poll(wanted, seconds)
+            found = poll(wanted, seconds)
             more = found.pop(client.descriptor, 0)
             if more and not client.read_ahead():
                 raise ClientGone

@@ -8456,7 +8456,8 @@ def relay_error(answer: Answer, anthropic: bool = False) -> str:
     assert answer.get("Content-Type") == "application/json"
     message = body["error"]["message"]
     assert isinstance(message, str) and message.endswith(".") and len(message) > 20
-    assert isinstance(body["error"]["type"], str)
+    kinds = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+    assert body["error"]["type"] == kinds.get(answer.status, body["error"]["type"])
     if anthropic:
         assert body["type"] == "error"
     else:
@@ -10657,6 +10658,7 @@ def test_server_bodies_in_flight_have_a_sum(rig: MakeRig) -> None:
     ):
         answer = made.raw(coded).response()
         assert answer.status == 503 and "memory" in relay_error(answer)
+        assert answer.get("Retry-After")
     assert made.get("/kvproxy/health").status == 200
     go.set()
     assert [peer.response().status for peer in held] == [200] * 3
