@@ -3021,10 +3021,11 @@ class Relay(BaseHTTPRequestHandler):
         self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
-        self.server.waiting[self.socket] = None
+        self.server.waiting[self.socket] = False
         try:
             request = None if self.proxy.server is None else self.read_request()
             if request is not None:
+                self.server.waiting[self.socket] = True
                 fault = self.serve(request)
         except Refused as refused:
             self.close_connection = self.linger = True
@@ -3052,7 +3053,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            self.server.waiting[self.socket] = None
+            self.server.waiting[self.socket] = False
             end = self.until = time.monotonic() + LINGER_SECONDS * self.linger
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
                 pass
@@ -3292,6 +3293,7 @@ class Relay(BaseHTTPRequestHandler):
 
     def relay(self, response: Response, exchange: Exchange) -> None:
         """Pass the answer on as it comes, byte for byte."""
+        self.proxy.found()
         exchange.status = response.status
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.server is None
@@ -3356,9 +3358,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
-LLAMA = "llamacpp"
+LLAMA = "llama-server"
 # owned_by in /v1/models -> product
-OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+OWNERS = {"llamacpp": LLAMA, "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+# status of /v1/models -> what that means
+STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
@@ -3369,9 +3373,8 @@ class Backend:
         self.keys: dict[str, str] = {}  # for `check`
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
-        self.away = False  # as the last request had it
+        self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
-        self.owner = ""  # owned_by in /v1/models
         self.tls = None  # takes 20 ms to build
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
@@ -3387,8 +3390,8 @@ class Backend:
             if url.port != self.config.listen_port:  # that is this proxy
                 there = copy.copy(self)
                 there.url = url
-                told = members(there.ask("/v1/models", 1.0)[1])
-                if told.keys() & {"data", "models", "error"}:
+                answer = members(there.ask("/v1/models", 1.0)[1])
+                if answer.keys() & {"data", "models", "error"}:
                     self.url = url
                     return url
         raise ConnectionRefusedError("no server answers there")
@@ -3404,16 +3407,16 @@ class Backend:
 
     def lost(self) -> None:
         self.lost_at, self.away, self.known = time.monotonic(), True, {}
-        self.next_look = 0.0
         if not self.config.backend_url:
             self.url = None
 
     def look(self) -> None:
-        """See whether it is there, each 10 seconds at most, while somebody looks at the page."""
-        if (now := time.monotonic()) >= self.next_look:
-            if not self.describe(1.0):
-                self.lost()
-            self.next_look = now + 10
+        """See whether it is there, for the page; one that is there is asked each 10 seconds."""
+        if self.known and time.monotonic() < self.next_look:
+            return
+        if not self.describe(1.0):
+            self.lost()
+        self.next_look = time.monotonic() + 10
 
     def ask(
         self,
@@ -3443,18 +3446,27 @@ class Backend:
 
     def describe(self, timeout: float = 3.0) -> Json:
         """What the server tells of itself; {} without an answer."""
-        props = members(self.ask("/props", timeout)[1])
         status, answer = self.ask("/v1/models", timeout)
+        props = members(self.ask("/props", timeout)[1]) if status else {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        self.owner = str(model.get("owned_by") or self.owner)
+        owner = str(model.get("owned_by") or "a model server")
+        product = OWNERS.get(owner, owner)
+        if props and "error" not in props:  # LM Studio says 200 to any path
+            product = LLAMA
+        context = members(props.get("default_generation_settings")).get("n_ctx")
+        if product == "LM Studio":  # what a model could have at most says nothing
+            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
+            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
+            context = model.get("loaded_context_length")
         path = str(props.get("model_path") or "")
         found = {
-            "product": OWNERS.get(self.owner, self.owner or "a model server"),
+            "product": product,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "context": context,
             "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
-            "state": "" if status == 200 else f"it answers {status}",
+            "state": "" if status == 200 else STATES.get(status, f"it answers {status}"),
         }
         self.known = {name: value for name, value in found.items() if value and status}
         return self.known
@@ -3488,8 +3500,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.open: set[socket.socket] = set()
-        # whose clients have to send; oldest first
-        self.waiting = collections.OrderedDict[socket.socket, None]()
+        # whose clients have to send, oldest first -> whether a request of theirs has begun
+        self.waiting = collections.OrderedDict[socket.socket, bool]()
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
@@ -3531,7 +3543,7 @@ class Server(ThreadingHTTPServer):
                 return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        head += b"Retry-After: 1\r\nConnection: close\r\n\r\n"
+        head += b"Content-Length: %d\r\nRetry-After: 1\r\nConnection: close\r\n\r\n" % len(body)
         with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
@@ -3587,7 +3599,7 @@ class Proxy:
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
-        self.life = threading.Lock()
+        self.life, self.telling = threading.Lock(), threading.Lock()  # of start(); of the log
         self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
         self.unexplained = list[Exchange]()  # to be recorded when the server is idle
@@ -3623,7 +3635,8 @@ class Proxy:
         for everything, seconds in ((False, grace), (True, 2.0)):
             until = time.monotonic() + seconds
             while server.open and time.monotonic() < until:
-                for connection in list(server.open if everything else server.waiting):
+                idle = [one for one, begun in list(server.waiting.items()) if not begun]
+                for connection in list(server.open) if everything else idle:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
                 time.sleep(0.001)
@@ -3644,7 +3657,9 @@ class Proxy:
         """http://host:port, with the port that was really taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        return url_of(str(self.server.server_address[0]), self.server.server_address[1])
+        host, port = map(str, self.server.server_address[:2])
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def running(self) -> int:
@@ -3713,13 +3728,16 @@ class Proxy:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
+    def found(self) -> None:
+        """Note that the server answers."""
+        if self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+        self.backend.away = False
+
     def finished(self, exchange: Exchange) -> None:
         """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = self.last_end = time.monotonic()
         self.active.pop(exchange, None)
-        if exchange.begun and self.backend.away:
-            self.log.info("backend found: %s answers", self.backend.name())
-            self.backend.away = False
         try:
             self.settle(exchange)
             case = exchange.case
@@ -3786,19 +3804,20 @@ class Proxy:
         if self.capture and exchange.received is not None:
             row = json.dumps(capture_row(exchange))
             self.capture.handle(logging.makeLogRecord({"msg": row}))
+        with self.metrics.guard:
+            warning = self.metrics.count(exchange)
+        if case:
+            case.prompt.number = exchange.number
         level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
         news = self.editor.lifter.learner.news
-        with self.metrics.guard:  # which keeps the lines of a request together
-            warning = self.metrics.count(exchange)
+        with self.telling:  # keeps the lines of a request together
             while news:
                 told = learned(news.popleft(), self.config)
                 self.log.info("learned: %s; to fix it: %s", *told)
             for line in log_lines(exchange) if self.log.isEnabledFor(level) else ():
                 self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
-        if warning:
-            self.log.warning("%s", warning)
-        if case:
-            case.prompt.number = exchange.number
+            if warning:
+                self.log.warning("%s", warning)
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
@@ -3821,12 +3840,6 @@ class Proxy:
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
-
-
-def url_of(host: str, port: int) -> str:
-    """How this machine reaches what listens there."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def keys_of(request: Request) -> dict[str, str]:
@@ -3935,10 +3948,17 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''. The caller has the guard."""
-        counts, verdict, usage = self.counts, exchange.verdict, exchange.usage
+        counts, report = self.counts, exchange.report
+        verdict, usage = exchange.verdict, exchange.usage
         self.number += 1
         exchange.number = self.number
         counts["requests_total", f'status="{exchange.status}"'] += 1
+        for name, number in vars(report).items() if report.edits() else ():
+            if number and name not in ("items", "items_modified", "note"):
+                counts["edits_total", f'kind="{name}"'] += number
+        if report.note:
+            reason = report.note.partition(" (")[0]
+            counts["untouched_total", f'reason="{reason}"'] += 1
         if exchange.dialect or exchange.error:
             self.keep(exchange)
         if exchange.dialect and not exchange.counting:
@@ -3958,8 +3978,11 @@ class Metrics:
         self.reported += 1
         counts["prompt_tokens_total", REUSED] += cached
         counts["prompt_tokens_total", READ_ANEW] += read
-        if usage.prompt_ms is not None and read >= 512:  # fewer take longer for each
-            self.long_ms += usage.prompt_ms
+        prompt_ms = usage.prompt_ms
+        if prompt_ms is None and exchange.stream and exchange.begun:
+            prompt_ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if prompt_ms is not None and read >= 512:  # fewer take longer for each
+            self.long_ms += prompt_ms
             self.long_tokens += read
         saved = cached - round(exchange.straight * prompt)
         if self.long_tokens and saved >= 64:
@@ -4342,7 +4365,7 @@ class Warmup:
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind
         auto = self.config.prefill_ahead == "auto" and self.config.scrub
-        auto = auto and self.proxy.backend.owner == LLAMA
+        auto = auto and self.proxy.backend.known.get("product") == LLAMA
         side = kind == "taken" and any(one.side for one in case.between)
         if auto and (kind == "template" or side) and client not in self.wrong:
             remember(self.wrong, client, 0, 256)

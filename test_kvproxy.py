@@ -13069,6 +13069,8 @@ def test_ahead_auto_begins_when_it_would_have_helped(
     def script(link: Link, seen: Seen) -> None:
         if seen.target == "/v1/models":
             return link.reply({"data": [{"id": "m", "owned_by": owner}]})
+        if seen.target == "/props" and owner == "vllm":
+            return link.reply({}, 404)
         llama(link, seen)
 
     one = rig(script, log_level="info")
