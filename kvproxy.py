@@ -2581,7 +2581,6 @@ SAVED_BY = (
     "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
     " of at least 512 tokens."
 )
-IDLE_WAIT = 5.0  # seconds to wait for an idle server
 ANSWER_START = 80  # characters that a template puts behind the last turn
 
 
@@ -3370,7 +3369,6 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.keys: dict[str, str] = {}  # for `check`
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
         self.lost_at = self.next_look = 0.0  # on the monotonic clock
         self.away: bool | None = None  # as the last request had it
@@ -3411,27 +3409,27 @@ class Backend:
             self.url = None
 
     def look(self) -> None:
-        """See whether it is there, for the page; one that is there is asked each 10 seconds."""
-        if self.known and time.monotonic() < self.next_look:
-            return
-        if not self.describe(1.0):
-            self.lost()
-        self.next_look = time.monotonic() + 10
+        """See whether it is there; one that was is asked each 10 seconds at most."""
+        now = time.monotonic()
+        if not self.known or now >= self.next_look:
+            self.next_look = now + 10
+            if not self.describe(1.0):
+                self.lost()
 
     def ask(
         self,
         path: str,
         timeout: float = 3.0,
-        body: Any = None,
+        body: bytes | None = None,
         keys: dict[str, str] | None = None,
         opened: Callable[[socket.socket], None] = lambda sock: None,
     ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
-        headers = {"Content-Type": "application/json", **(self.keys if keys is None else keys)}
+        headers = {"Content-Type": "application/json", **(keys or {})}
         try:
             url = self.locate()
-            secure = url.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+            kind: Any = http.client.HTTPConnection
+            kind = http.client.HTTPSConnection if url.scheme == "https" else kind
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
                 opened(link.sock)
@@ -3450,9 +3448,8 @@ class Backend:
         props = members(self.ask("/props", timeout)[1]) if status else {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         owner = str(model.get("owned_by") or "a model server")
-        product = OWNERS.get(owner, owner)
-        if props and "error" not in props:  # LM Studio says 200 to any path
-            product = LLAMA
+        has_props = props and "error" not in props  # LM Studio says 200 to any path
+        product = LLAMA if has_props else OWNERS.get(owner, owner)
         context = members(props.get("default_generation_settings")).get("n_ctx")
         if product == "LM Studio":  # what a model could have at most says nothing
             models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
@@ -3515,8 +3512,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
-    def server_bind(self) -> None:
-        """The library's asks DNS for this machine's name."""
+    def server_bind(self) -> None:  # the library's asks DNS for this machine's name
         if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
@@ -3602,19 +3598,18 @@ class Proxy:
         self.life, self.telling = threading.Lock(), threading.Lock()  # of start(); of the log
         self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
-        self.unexplained = list[Exchange]()  # to be recorded when the server is idle
         self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(config.listen_host)
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
-        path, size = self.config.capture_file, self.config.capture_mb << 20
+        config, tell = self.config, self.log.warning
         with self.life:
             if self.server is not None:
                 return self
-            if path:
-                self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
-            with stops_the_start("WARMUP_FILE", self.config.warmup_file):
+            if path := config.capture_file:
+                self.capture = PrivateFile("CAPTURE_FILE", path, tell, config.capture_mb << 20)
+            with stops_the_start("WARMUP_FILE", config.warmup_file):
                 self.warmup.load()
             self.server = Server(self)
             self.warmup.start()
@@ -3640,8 +3635,6 @@ class Proxy:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
                 time.sleep(0.001)
-        for exchange in self.unexplained:
-            self.record(exchange)
         with suppress(OSError):
             if self.capture:
                 self.capture.close()
@@ -3735,16 +3728,11 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = self.last_end = time.monotonic()
         self.active.pop(exchange, None)
         try:
             self.settle(exchange)
-            case = exchange.case
-            if case and missing_tokens(case, exchange.usage) and not self.unexplained:
-                self.unexplained.append(exchange)
-            else:
-                self.record(exchange)
+            self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
@@ -3785,20 +3773,14 @@ class Proxy:
         exchange.tap = exchange.view = None
         exchange.trace = Trace(trace.conversation)
 
-    def explain_lost(self) -> None:
-        """Record lost requests, once the server is idle or they have waited for that."""
-        while self.unexplained:
-            if self.running and time.monotonic() - self.unexplained[0].ended < IDLE_WAIT:
-                return
-            self.record(self.unexplained.pop(0), idle=not self.running)
-
-    def record(self, exchange: Exchange, idle: bool = False) -> None:
+    def record(self, exchange: Exchange) -> None:
         """Settle a verdict, for which an idle server is asked; write page, log and capture."""
         case, exchange.case = exchange.case, None
         if case:
-            case.slots = self.backend.describe().get("slots") if idle else None
+            ask = missing_tokens(case, exchange.usage) and not self.running
+            case.slots = self.backend.describe(1.0).get("slots") if ask else None
             settle(case, exchange.usage, self.config)
-            if idle and case.verdict.name == "lost":
+            if ask and case.verdict.name == "lost":
                 self.ask_template(exchange, case)
             self.warmup.notice(exchange, case)
         if self.capture and exchange.received is not None:
@@ -3829,7 +3811,7 @@ class Proxy:
         prompts = list[str]()
         for one in (*before, exchange):
             body, keys = bytes(one.forwarded or b""), keys_of(exchange.request)
-            answer = self.backend.ask("/apply-template", 3.0, body, keys)[1]
+            answer = self.backend.ask("/apply-template", 1.0, body, keys)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         if len(prompts) == 2 and all(prompts):
             rendered_otherwise(verdict, base, *prompts)
@@ -4024,17 +4006,8 @@ SECRET_NAME = re.compile(
     r"|passphrase|credential|signature|session"
     r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-ADDRESS_NAME = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]+)=")
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
-
-
-def without_secrets(address: str) -> str:
-    """An address, which ends where the value of its first secret begins."""
-    for name in ADDRESS_NAME.finditer(address):
-        if SECRET_NAME.search(urllib.parse.unquote(name[1])):
-            return address[: name.end()] + "***"
-    return address
 
 
 def without_secret_members(body: Json) -> Json:
@@ -4054,12 +4027,12 @@ def without_secret_members(body: Json) -> Json:
 
 def capture_row(exchange: Exchange) -> Json:
     """A finished request for CAPTURE_FILE, without secrets; of a body that is no JSON the size."""
-    request, received = exchange.request, exchange.received or b""
-    headers = dict[str, str]()
-    for name, value in request.headers.raw_items():
-        headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-    row = {**row_of(exchange), "path": without_secrets(request.path), "headers": headers}
-    row |= {"verdict": exchange.verdict and exchange.verdict.name, "bytes": len(received)}
+    headers, received = dict[str, str](), exchange.received or b""
+    for name, value in exchange.request.headers.raw_items():
+        address = urllib.parse.unquote(value) if "=" in value else ""
+        headers[name] = "***" if SECRET_NAME.search(f"{name} {address}") else value
+    row = {**row_of(exchange), "headers": headers, "bytes": len(received)}
+    row["verdict"] = exchange.verdict and exchange.verdict.name
     with suppress(ValueError, RecursionError):
         row["body"] = without_secret_members(parse(received))
     return row
@@ -4115,12 +4088,9 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        fault, tell = sys.exc_info()[1], self.tell
-        if not isinstance(fault, OSError):
-            return super().handleError(record)
-        self.tell = lambda text: None
+        tell, self.tell = self.tell, lambda text: None
         with suppress(OSError):
-            tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
+            tell(f"{self.setting}: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
 
 
 # --- prompts that the server reads in idle time ---------------------------------------------------
@@ -4182,10 +4152,11 @@ class Prefill:
     def body(self) -> bytes:
         """One token is wanted, which nobody reads. Behind the prompt stands a placeholder: many
         templates render the last turns in another way until a user has spoken."""
-        body = {**front_members(self.view.body), "stream": False}
-        body["max_output_tokens" if self.view.dialect.name == "responses" else "max_tokens"] = 1
+        view = self.view
+        body = {**front_members(view.body), "stream": False}
+        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
         placeholder = turn_of({"role": "user", "content": "."})
-        return View(body, self.view.dialect, [], [*self.view.turns, placeholder]).dump()
+        return View(body, view.dialect, [], [*view.turns, placeholder]).dump()
 
     def opened(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -4193,7 +4164,6 @@ class Prefill:
             raise ConnectionAbortedError
 
     def give_up(self) -> None:
-        """The thread that waits for the answer wakes, and closes the connection."""
         self.given_up = True
         if self.sock is not None:
             with suppress(OSError):
@@ -4218,6 +4188,7 @@ class Warmup:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
+        self.mode = self.config.prefill_ahead if self.config.scrub else "0"
         self.heads: dict[str, Prefill] = {}  # newest last
         self.talks: dict[tuple[str, bytes], Prefill] = {}  # by conversation and client
         self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
@@ -4245,7 +4216,6 @@ class Warmup:
     def run(self) -> None:
         while not self.over.wait(0.1):
             try:
-                self.proxy.explain_lost()
                 self.save()
                 self.step()
             except Exception:
@@ -4253,20 +4223,20 @@ class Warmup:
 
     def step(self) -> None:
         """Have the server read what is due, if nothing else is going on."""
-        now, last_end = time.monotonic(), self.proxy.last_end
-        with self.guard:
-            heads = list(self.heads.values())
-            talks = [talk for talk in self.talks.values() if not talk.read_at]
+        now = time.monotonic()
+        idle = now - self.proxy.last_end
+        heads, talks = list(self.heads.values()), list(self.talks.values())
+        unread = [talk for talk in talks if not talk.read_at]
         due = [head for head in heads if head.read_at <= self.proxy.backend.lost_at]
         if keepalive := self.config.keepalive_seconds:
-            due += [one for one in heads[-1:] if now - max(one.read_at, last_end) >= keepalive]
+            due += [one for one in heads[-1:] if min(idle, now - one.read_at) >= keepalive]
         if self.proxy.running:
             return
-        if talks and now - last_end >= self.config.prefill_ahead_seconds:
-            talks[0].read_at = now  # what fails is not tried again
-            if talks[0].add_answer():
-                self.send(talks[0], f"read ahead | {talks[0].client}")
-        elif due and now - last_end >= self.FIRST_WAIT and now >= self.next_try:
+        if unread and idle >= self.config.prefill_ahead_seconds:
+            unread[0].read_at = now  # what fails is not tried again
+            if unread[0].add_answer():
+                self.send(unread[0], f"read ahead | {unread[0].client}")
+        elif due and idle >= self.FIRST_WAIT and now >= self.next_try:
             self.state = "reading"
             status, told = self.send(due[0], "warm-up")
             self.state = "warm" if status == 200 else told
@@ -4284,22 +4254,22 @@ class Warmup:
             if self.proxy.running or self.over.is_set():
                 return 0, "interrupted"
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
-        started, status, backend = time.monotonic(), 0, self.proxy.backend
+        started, backend, metrics = time.monotonic(), self.proxy.backend, self.proxy.metrics
+        keys, seconds = prefill.keys or self.keys, self.config.read_timeout
         try:
-            keys, seconds = prefill.keys or self.keys, self.config.read_timeout
-            ask = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill.opened)
-            status, answer = ask
-            prefill.usage = usage_of([[members(answer)]])
+            body, opened = prefill.body(), prefill.opened
+            status, answer = backend.ask(prefill.path, seconds, body, keys, opened)
         finally:
             self.prefill = prefill.sock = None
+        prefill.usage = usage_of([[members(answer)]])
         told = f"the server answers {status}" if status else "interrupted"
         if status == 200:
             told = f"tokens read: {read_of(prefill.usage)}"
         elif not status and not prefill.given_up:
             backend.lost()
             told = "the server is away"
-        with self.proxy.metrics.guard:
-            self.proxy.metrics.counts["idle_tokens_total", ""] += prefill.usage.read() or 0
+        with metrics.guard:
+            metrics.counts["idle_tokens_total", ""] += prefill.usage.read() or 0
         self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
         return status, told
 
@@ -4326,8 +4296,8 @@ class Warmup:
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """See whether a request begins with what was read ahead, and have its answer kept."""
-        client, tap, config = client_of(exchange), exchange.tap, self.config
-        if config.prefill_ahead == "1" and config.scrub and client not in self.wrong:
+        client, tap = client_of(exchange), exchange.tap
+        if self.mode == "1" and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
         wrong = self.wrong.get(client, 2)
         if wrong > 1 or tap is None:
@@ -4364,10 +4334,10 @@ class Warmup:
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind
-        auto = self.config.prefill_ahead == "auto" and self.config.scrub
-        auto = auto and self.proxy.backend.known.get("product") == LLAMA
+        llama = self.proxy.backend.known.get("product") == LLAMA
         side = kind == "taken" and any(one.side for one in case.between)
-        if auto and (kind == "template" or side) and client not in self.wrong:
+        helps = self.mode == "auto" and llama and (side or kind == "template")
+        if helps and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
             why = "a side request" if side else "the template"
             self.proxy.log.info("read ahead | on for %s, because of %s", client, why)
@@ -4406,10 +4376,11 @@ class Warmup:
         path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
         body = front.dump()  # the turns of the view would keep all of the request in memory
+        head = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
         key = digest(path, body).hex()
         with self.guard:
             self.heads.pop(key, None)
-            self.heads[key] = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
+            self.heads[key] = head
             if len(self.heads) > self.config.warmup_heads:
                 del self.heads[next(iter(self.heads))]
 

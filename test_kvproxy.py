@@ -8278,7 +8278,6 @@ def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> Non
 
 def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
     """Questions wait for an idle server; when it does not get idle, the words are those known."""
-    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
     held = threading.Event()
     serve = ex_llama(ex_template)
 
@@ -8301,19 +8300,6 @@ def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: P
     assert found[1].verdict.name == "lost"
     assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
     held.set()
-
-
-def test_explain_lost_prompt_is_recorded_when_the_proxy_stops(
-    rig: MakeRig, monkeypatch: Patch
-) -> None:
-    """It waits for an idle server, but for no longer than there is a proxy."""
-    monkeypatch.setattr(kvproxy.Warmup, "run", lambda warmup: warmup.over.wait())  # has no time
-    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info")
-    for body in ex_talk(2):
-        one.post(EX_CHAT_PATH, body)
-    assert len(one.log.lines) == 1
-    one.proxy.stop(0)
-    assert " | lost (user turn)" in one.log.lines[1] and len(one.proxy.metrics.recent) == 2
 
 
 def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
@@ -11504,8 +11490,6 @@ def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
         log.warning("%d %s", number, "x" * 3000)
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "No space left" in told[0]
-    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
-    assert "Traceback" in capsys.readouterr().err
     with contextlib.suppress(OSError):
         log.handlers[0].close()
     assert log.handlers[0].stream is None and capsys.readouterr().err == ""
@@ -11526,7 +11510,6 @@ def by_hand(monkeypatch: Patch) -> None:
 
     def run(self: kvproxy.Warmup) -> None:
         while not self.over.wait(0.01):
-            self.proxy.explain_lost()
             self.save()
 
     monkeypatch.setattr(kvproxy.Warmup, "run", run)
@@ -11573,26 +11556,25 @@ def ex_rows(path: Path) -> list[Json]:
 
 
 FILES_SECRET_PATHS = (
-    # (target as a client sends it, target in the capture)
-    ("?sig=HUSH&se=1", "?sig=***"),
-    ("?code=HUSH", "?code=***"),
-    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
-    ("?pass=HUSH&pwd=HUSH", "?pass=***"),
-    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
-    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***"),
-    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
-    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
-    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***"),
-    (";token=HUSH", ";token=***"),
-    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***"),
-    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
-    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
-)  # fmt: skip
+    # (target as a client sends it, whether it names a secret)
+    ("?sig=HUSH&se=1", True),
+    ("?code=HUSH", True),
+    ("?a=1&jwt=HUSH", True),
+    ("?pass=HUSH&pwd=HUSH", True),
+    ("?X-Amz-Signature=HUSH", True),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", True),
+    ("?api%5Fkey=HUSH", True),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", True),
+    (";token=HUSH", True),
+    (";jsessionid=HUSH;v=1?%6Bey=HUSH", True),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", False),
+    ("?path=/a/b;c&max_tokens=5&author=me", False),
+)
 
 
-@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+@pytest.mark.parametrize(("target", "secret"), FILES_SECRET_PATHS)
 def test_files_capture_has_no_secret_of_an_address(
-    rig: MakeRig, tmp_path: Path, target: str, kept: str
+    rig: MakeRig, tmp_path: Path, target: str, secret: bool
 ) -> None:
     """In a query, in parameters of the path, and in addresses that headers quote."""
     path = tmp_path / "capture.jsonl"
@@ -11602,9 +11584,9 @@ def test_files_capture_has_no_secret_of_an_address(
     assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
     one.finished(1)
     row = ex_rows(path)[0]
-    assert row["path"] == "/v1/messages" + kept
-    assert row["headers"]["Referer"] == "http://a/b" + kept
-    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    assert row["path"] == "/v1/messages"
+    assert row["headers"]["Referer"] == ("***" if secret else "http://a/b" + target)
+    assert row["headers"]["X-Original-Url"] == ("***" if secret else "/c" + target)
     told = "".join(one.log.lines).encode()
     told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
     assert b"HUSH" not in path.read_bytes() + told
@@ -11683,12 +11665,6 @@ def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> 
     assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
 
 
-@pytest.mark.parametrize("piece", ["a", "?a", "&", ";a", "=", "&a;", "?a=", "key="])
-def test_files_capture_address_of_any_shape_takes_linear_time(piece: str) -> None:
-    """The patterns for secrets in addresses must not backtrack."""
-    assert_linear(kvproxy.without_secrets, lambda size: piece * (size // len(piece)))
-
-
 # --- capture --------------------------------------------------------------------------------------
 
 
@@ -11708,7 +11684,7 @@ def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
     assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
     assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
         "POST",
-        EX_CHAT_PATH + "?beta=true",
+        EX_CHAT_PATH,
         200,
     )
     assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
@@ -11867,7 +11843,7 @@ def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
     told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
     assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
     row = ex_rows(path)[0]
-    assert row["path"] == f"{EX_CHAT_PATH}?api_key=***"
+    assert row["path"] == EX_CHAT_PATH
     assert (
         row["headers"]["X-Api-Key"] == "***"
         and row["headers"]["Content-Type"] == "application/json"
