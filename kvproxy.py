@@ -38,7 +38,6 @@ import contextlib
 import copy
 import dataclasses
 import difflib
-import errno
 import functools
 import hashlib
 import html
@@ -3395,7 +3394,6 @@ class Backend:
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError."""
         url = self.locate()
         upstream = Upstream(url, url.hostname or "", self.config.connect_timeout, self.tls)
         if upstream.host == "localhost" and self.tls is None:
@@ -3422,17 +3420,18 @@ class Backend:
         timeout: float = 3.0,
         body: bytes | None = None,
         keys: dict[str, str] | None = None,
-        opened: Callable[[socket.socket], None] = lambda sock: None,
+        prefill: Prefill | None = None,
     ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
         headers = {"Content-Type": "application/json", **(keys or {})}
         try:
             url = self.locate()
-            kind: Any = http.client.HTTPConnection
-            kind = http.client.HTTPSConnection if url.scheme == "https" else kind
+            secure = url.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
-                opened(link.sock)
+                if prefill:
+                    prefill.opened(link.sock)
                 link.request("GET" if body is None else "POST", under(url, path), body, headers)
                 response = link.getresponse()
                 text = response.read(8 << 20).decode("utf-8", "replace")
@@ -3517,15 +3516,6 @@ class Server(ThreadingHTTPServer):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
-                self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once
-            raise
-
     def hold(self, size: int) -> bool:
         """Count bytes of bodies in memory; whether there may be so many."""
         with self.guard:
@@ -3543,7 +3533,6 @@ class Server(ThreadingHTTPServer):
         with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
-            request.shutdown(socket.SHUT_WR)
             request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
 
@@ -3568,19 +3557,13 @@ CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 ERROR_SHOWN, ANSWER_SHOWN = 200, 500  # characters
-
-
-REMOVED = (
-    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
-    " lifted={lifted} dropped={dropped}"
-)
 CONTEXT_ADVICE = " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
 TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 
 
 class Proxy:
-    """A running kvproxy: a context manager, or call start() and stop(). Everything hangs on it, so
-    several can live in one process. The file's first lines have an example.
+    """A running kvproxy: a context manager, or call start() and stop(). Several can live in one
+    process. The file's first lines have an example.
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
@@ -3647,7 +3630,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """http://host:port, with the port that was really taken."""
+        """http://host:port, with the port that was taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
         host, port = map(str, self.server.server_address[:2])
@@ -3705,24 +3688,22 @@ class Proxy:
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
-        except RecursionError:  # no server reads what is nested so deeply
-            pass
         except Exception:
             self.log.exception("a request could not be explained")
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
         """The response headers for a request that has X-Cache-Diagnostic: true."""
-        if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
+        if exchange.request.get("x-cache-diagnostic") != "true":
             return {}
         self.explain(exchange)
-        report, verdict = exchange.report, exchange.verdict
-        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
+        counts, verdict = vars(exchange.report), exchange.verdict
+        removed = [f"{name}={count}" for name, count in counts.items() if name != "note"]
+        told = {"Removed": " ".join(removed), "Replayed": str(exchange.report.replayed)}
         if verdict is not None:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
     def found(self) -> None:
-        """Note that the server answers."""
         if self.backend.away:
             self.log.info("backend found: %s answers", self.backend.name())
         self.backend.away = False
@@ -3806,7 +3787,6 @@ class Proxy:
         verdict, base, dialect = case.verdict, case.base, exchange.dialect
         if not base or not case.whole or not dialect or dialect.name != "chat":
             return  # /apply-template takes chats only
-            return
         before = [one for one in list(self.metrics.recent) if one.number == base.number]
         prompts = list[str]()
         for one in (*before, exchange):
@@ -3825,7 +3805,6 @@ class Proxy:
 
 
 def keys_of(request: Request) -> dict[str, str]:
-    """The headers that let a client in."""
     return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
@@ -3872,8 +3851,7 @@ def learned(shape: Shape, config: Config) -> tuple[str, str]:
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: a line, and another one when a prompt was not reused for a reason.
-    Scripts read its first fields."""
+    """The log of one request. Scripts read its first fields."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     prompt = bool(exchange.dialect) and request.method == "POST"
@@ -3911,8 +3889,6 @@ REUSED, READ_ANEW = 'state="reused"', 'state="read"'  # labels of prompt_tokens_
 
 
 class Metrics:
-    """Counters, the last requests, and the running hit rate."""
-
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
 
     def __init__(self, config: Config) -> None:
@@ -3960,11 +3936,11 @@ class Metrics:
         self.reported += 1
         counts["prompt_tokens_total", REUSED] += cached
         counts["prompt_tokens_total", READ_ANEW] += read
-        prompt_ms = usage.prompt_ms
-        if prompt_ms is None and exchange.stream and exchange.begun:
-            prompt_ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
-        if prompt_ms is not None and read >= 512:  # fewer take longer for each
-            self.long_ms += prompt_ms
+        ms = usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= 512:  # fewer take longer for each
+            self.long_ms += ms
             self.long_tokens += read
         saved = cached - round(exchange.straight * prompt)
         if self.long_tokens and saved >= 64:
@@ -3982,7 +3958,6 @@ class Metrics:
         return ""
 
     def cause(self) -> str:
-        """The most frequent fault of the window."""
         names = [one.verdict.name for one in self.window]
         faults = [name for name in names if name not in ("extended", "cold")]
         name, count = collections.Counter(faults or names).most_common(1)[0]
@@ -4010,23 +3985,19 @@ PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "func
                   "input_schema", "schema")  # fmt: skip
 
 
-def without_secret_members(body: Json) -> Json:
-    """A parsed body, changed in place: no secrets beside the prompt."""
-    waiting: list[Any] = [body]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        for name, member in value.items() if isinstance(value, dict) else ():
-            if SECRET_NAME.search(name[-64:]) and member is not None:
-                value[name] = "***"
-            elif name not in PROMPT_MEMBERS:
-                waiting.append(member)
-    return body
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A member of a parsed body. What a prompt holds stays."""
+    if value is not None and SECRET_NAME.search(name[-64:]):
+        return "***"
+    if isinstance(value, dict) and name not in PROMPT_MEMBERS:
+        return {key: without_secrets(member, key) for key, member in value.items()}
+    if isinstance(value, list) and name not in PROMPT_MEMBERS:
+        return [without_secrets(member) for member in value]
+    return value
 
 
 def capture_row(exchange: Exchange) -> Json:
-    """A finished request for CAPTURE_FILE, without secrets; of a body that is no JSON the size."""
+    """A finished request for CAPTURE_FILE, without secrets."""
     headers, received = dict[str, str](), exchange.received or b""
     for name, value in exchange.request.headers.raw_items():
         address = urllib.parse.unquote(value) if "=" in value else ""
@@ -4034,7 +4005,7 @@ def capture_row(exchange: Exchange) -> Json:
     row = {**row_of(exchange), "headers": headers, "bytes": len(received)}
     row["verdict"] = exchange.verdict and exchange.verdict.name
     with suppress(ValueError, RecursionError):
-        row["body"] = without_secret_members(parse(received))
+        row["body"] = without_secrets(parse(received))
     return row
 
 
@@ -4099,7 +4070,6 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
                  "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not read ahead
-TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; given up after two such predictions in a row
 END = re.compile(r'"(?:finish_reason|stop_reason|status)": ?"(\w+)"')
 ENDS = {"stop", "end_turn", "completed", "in_progress"}  # of whole answers without tool calls
@@ -4123,7 +4093,8 @@ class Prefill:
     path: str
     view: View  # as it was forwarded
     read_at: float = 0.0  # 0: never
-    client: str = ""  # the program whose conversation it is
+    talk: tuple[str, bytes] = "", b""  # whose it is: conversation and client
+    program: str = ""  # that the client runs
     keys: dict[str, str] = dataclasses.field(default_factory=dict)  # {}: the newest client's
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
@@ -4165,7 +4136,7 @@ class Prefill:
 
     def give_up(self) -> None:
         self.given_up = True
-        if self.sock is not None:
+        if self.sock:
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -4190,7 +4161,7 @@ class Warmup:
         self.enabled = bool(self.path or self.config.keepalive_seconds)
         self.mode = self.config.prefill_ahead if self.config.scrub else "0"
         self.heads: dict[str, Prefill] = {}  # newest last
-        self.talks: dict[tuple[str, bytes], Prefill] = {}  # by conversation and client
+        self.talk: Prefill | None = None  # of the newest conversation
         self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
         self.prefill: Prefill | None = None  # the one that is being read
         self.guard = threading.Lock()  # of all these
@@ -4208,7 +4179,7 @@ class Warmup:
     def stop(self) -> None:
         self.over.set()
         with self.guard:
-            if self.prefill is not None:
+            if self.prefill:
                 self.prefill.give_up()
         self.thread.join(5)
         self.save()
@@ -4225,17 +4196,16 @@ class Warmup:
         """Have the server read what is due, if nothing else is going on."""
         now = time.monotonic()
         idle = now - self.proxy.last_end
-        heads, talks = list(self.heads.values()), list(self.talks.values())
-        unread = [talk for talk in talks if not talk.read_at]
+        heads, talk = list(self.heads.values()), self.talk
         due = [head for head in heads if head.read_at <= self.proxy.backend.lost_at]
         if keepalive := self.config.keepalive_seconds:
             due += [one for one in heads[-1:] if min(idle, now - one.read_at) >= keepalive]
         if self.proxy.running:
             return
-        if unread and idle >= self.config.prefill_ahead_seconds:
-            unread[0].read_at = now  # what fails is not tried again
-            if unread[0].add_answer():
-                self.send(unread[0], f"read ahead | {unread[0].client}")
+        if talk and not talk.read_at and idle >= self.config.prefill_ahead_seconds:
+            talk.read_at = now  # what fails is not tried again
+            if talk.add_answer():
+                self.send(talk, f"read ahead | {talk.program}")
         elif due and idle >= self.FIRST_WAIT and now >= self.next_try:
             self.state = "reading"
             status, told = self.send(due[0], "warm-up")
@@ -4254,11 +4224,10 @@ class Warmup:
             if self.proxy.running or self.over.is_set():
                 return 0, "interrupted"
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
-        started, backend, metrics = time.monotonic(), self.proxy.backend, self.proxy.metrics
+        started, backend, counts = time.monotonic(), self.proxy.backend, self.proxy.metrics.counts
         keys, seconds = prefill.keys or self.keys, self.config.read_timeout
         try:
-            body, opened = prefill.body(), prefill.opened
-            status, answer = backend.ask(prefill.path, seconds, body, keys, opened)
+            status, answer = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill)
         finally:
             self.prefill = prefill.sock = None
         prefill.usage = usage_of([[members(answer)]])
@@ -4268,69 +4237,70 @@ class Warmup:
         elif not status and not prefill.given_up:
             backend.lost()
             told = "the server is away"
-        with metrics.guard:
-            metrics.counts["idle_tokens_total", ""] += prefill.usage.read() or 0
+        counts["idle_tokens_total", ""] += prefill.usage.read() or 0
         self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Called before a request is forwarded. If it begins with what the server is reading, it
-        waits for that: the server would notice a cancel late, and read it all in another slot. Any
-        other ends the prefill, unless a client waits for it. `watch` may raise ClientGone."""
+        """Have a request that begins with what the server is reading wait for that: the server would
+        notice a cancel late, and read it all in another slot. Any other ends the prefill, unless a
+        client waits for it. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
         with self.guard:
             prefill = self.prefill
-        if prefill is not None and view is not None and prefill.begins(path, view):
+        if prefill and view and prefill.begins(path, view):
             prefill.waiting.add(exchange)
             try:
                 while self.prefill is prefill:  # READ_TIMEOUT at most
                     watch(0, 0.02)
             finally:
                 prefill.waiting.discard(exchange)
-        if prefill is not None and not prefill.waiting:
+        if prefill and not prefill.waiting:
             prefill.give_up()
-        if view is not None and not side_of(view, exchange.request.get(AGENT_ID)):
+        if view and not side_of(view, exchange.request.get(AGENT_ID)):
             self.follow(exchange, view, path)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """See whether a request begins with what was read ahead, and have its answer kept."""
-        client, tap = client_of(exchange), exchange.tap
+        client, tap, talk = client_of(exchange), exchange.tap, self.talk
         if self.mode == "1" and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
         wrong = self.wrong.get(client, 2)
         if wrong > 1 or tap is None:
             return
-        with self.guard:
-            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
-        if talk is not None and talk.begins(path, view):
-            wrong, exchange.ahead = 0, talk.usage.prompt
-        elif talk is not None and (talk.usage.read() or 0) > WRONG_TOKENS:
-            wrong += 1
-            self.proxy.log.info("read ahead | %s sent another prompt than was predicted", client)
+        if talk and talk.talk == (exchange.trace.conversation, exchange.client):
+            self.talk = None
+            if talk.begins(path, view):
+                wrong, exchange.ahead = 0, talk.usage.prompt
+            elif (talk.usage.read() or 0) > WRONG_TOKENS:
+                wrong += 1
+                text = "read ahead | %s sent another prompt than was predicted"
+                self.proxy.log.info(text, client)
         self.wrong[client] = wrong
         tap.whole = bytearray() if wrong < 2 else None
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
         """After an answer: read what follows; after a side request, read it again."""
-        whose, tap, talks = exchange.client, exchange.tap, self.talks.copy().items()
+        name, client, tap, talk = (
+            exchange.trace.conversation,
+            exchange.client,
+            exchange.tap,
+            self.talk,
+        )
         if side:
-            for talk in [talk for (_, one), talk in talks if one == whose][-1:]:
+            if talk and talk.talk[1] == client:
                 talk.read_at = 0.0
             return
         fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
         fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
         fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
-        if fit and tap is not None and tap.whole:
-            name, path = exchange.trace.conversation, exchange.request.path.partition("?")[0]
-            keys = keys_of(exchange.request)
+        if fit and tap and tap.whole:
+            path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
             keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
-            talk = Prefill(path, view, 0.0, client_of(exchange), keys, bytes(tap.whole))
-            with self.guard:
-                self.talks[name, whose] = talk
-                if len(self.talks) > TALKS:
-                    del self.talks[next(iter(self.talks))]
+            whose, program, answer = (name, client), client_of(exchange), bytes(tap.whole)
+            self.talk = Prefill(path, view, 0.0, whose, program, keys, answer)
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind
@@ -4386,15 +4356,17 @@ class Warmup:
 
     def save(self) -> None:
         """Write the file if anything is new: whole, or not at all."""
-        with self.guard:
-            kept, shapes = dict(self.heads), list(self.proxy.editor.lifter.learner.shapes)
+        shapes, kept = list(self.proxy.editor.lifter.learner.shapes), dict[str, Any]()
+        for key, head in self.heads.copy().items():
+            kept[key] = {"path": head.path, "body": head.view.body}
         if not self.path or self.written == (list(kept), shapes):
             return
         self.written, name = (list(kept), shapes), self.path + ".tmp"
-        heads = {key: {"path": one.path, "body": one.view.body} for key, one in kept.items()}
+        if shapes:
+            kept["learned"] = shapes
         try:
             with open_private(name, "w") as file:
-                json.dump({**heads, **({"learned": shapes} if shapes else {})}, file)
+                json.dump(kept, file)
             os.replace(name, self.path)
         except OSError as error:
             self.proxy.log.warning("WARMUP_FILE=%r cannot be written: %s", self.path, error)
