@@ -3610,14 +3610,13 @@ class Proxy:
             server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
         server.shutdown()
         server.server_close()
-        for everything, seconds in ((False, grace), (True, 2.0)):
-            until = time.monotonic() + seconds
-            while server.open and time.monotonic() < until:
-                idle = [one for one, begun in list(server.waiting.items()) if not begun]
-                for connection in list(server.open) if everything else idle:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-                time.sleep(0.001)
+        until = time.monotonic() + grace
+        while server.open and (now := time.monotonic()) < until + 2:
+            idle = [one for one, begun in list(server.waiting.items()) if not begun]
+            for connection in idle if now < until else list(server.open):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.001)
         with suppress(OSError):
             if self.capture:
                 self.capture.close()
@@ -3679,9 +3678,8 @@ class Proxy:
         if not view or received is None or exchange.counting or explained:
             return
         try:
-            original = None
-            if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect))
+            edited = exchange.forwarded is not received
+            original = Prompt(self.reader.view(received, view.dialect)) if edited else None
             side = side_of(view, exchange.request.get(AGENT_ID))
             prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
@@ -3788,9 +3786,9 @@ class Proxy:
         if not base or not case.whole or not dialect or dialect.name != "chat":
             return  # /apply-template takes chats only
         before = [one for one in list(self.metrics.recent) if one.number == base.number]
-        prompts = list[str]()
+        prompts, keys = list[str](), keys_of(exchange.request)
         for one in (*before, exchange):
-            body, keys = bytes(one.forwarded or b""), keys_of(exchange.request)
+            body = bytes(one.forwarded or b"")
             answer = self.backend.ask("/apply-template", 1.0, body, keys)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         if len(prompts) == 2 and all(prompts):
@@ -4003,7 +4001,6 @@ def capture_row(exchange: Exchange) -> Json:
         address = urllib.parse.unquote(value) if "=" in value else ""
         headers[name] = "***" if SECRET_NAME.search(f"{name} {address}") else value
     row = {**row_of(exchange), "headers": headers, "bytes": len(received)}
-    row["verdict"] = exchange.verdict and exchange.verdict.name
     with suppress(ValueError, RecursionError):
         row["body"] = without_secrets(parse(received))
     return row
@@ -4015,8 +4012,7 @@ def open_private(path: str, mode: str) -> Any:
         with suppress(OSError):
             os.chmod(path, 0o600)
     private = functools.partial(os.open, mode=0o600)
-    form: Any = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
-    return open(path, mode, opener=private, **form)
+    return open(path, mode, encoding="utf-8", errors="backslashreplace", opener=private)
 
 
 @contextlib.contextmanager
@@ -4094,7 +4090,6 @@ class Prefill:
     view: View  # as it was forwarded
     read_at: float = 0.0  # 0: never
     talk: tuple[str, bytes] = "", b""  # whose it is: conversation and client
-    program: str = ""  # that the client runs
     keys: dict[str, str] = dataclasses.field(default_factory=dict)  # {}: the newest client's
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
@@ -4205,7 +4200,7 @@ class Warmup:
         if talk and not talk.read_at and idle >= self.config.prefill_ahead_seconds:
             talk.read_at = now  # what fails is not tried again
             if talk.add_answer():
-                self.send(talk, f"read ahead | {talk.program}")
+                self.send(talk, "read ahead")
         elif due and idle >= self.FIRST_WAIT and now >= self.next_try:
             self.state = "reading"
             status, told = self.send(due[0], "warm-up")
@@ -4242,9 +4237,8 @@ class Warmup:
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Have a request that begins with what the server is reading wait for that: the server would
-        notice a cancel late, and read it all in another slot. Any other ends the prefill, unless a
-        client waits for it. `watch` may raise ClientGone."""
+        """Have a request that begins with what the server is reading wait for that: a cancel would be
+        noticed late. Any other ends it, unless a client waits for it. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
@@ -4276,8 +4270,7 @@ class Warmup:
                 wrong, exchange.ahead = 0, talk.usage.prompt
             elif (talk.usage.read() or 0) > WRONG_TOKENS:
                 wrong += 1
-                text = "read ahead | %s sent another prompt than was predicted"
-                self.proxy.log.info(text, client)
+                self.proxy.log.info("read ahead | %s sent another prompt", client)
         self.wrong[client] = wrong
         tap.whole = bytearray() if wrong < 2 else None
 
@@ -4299,8 +4292,7 @@ class Warmup:
         if fit and tap and tap.whole:
             path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
             keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
-            whose, program, answer = (name, client), client_of(exchange), bytes(tap.whole)
-            self.talk = Prefill(path, view, 0.0, whose, program, keys, answer)
+            self.talk = Prefill(path, view, 0.0, (name, client), keys, bytes(tap.whole))
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind

@@ -11672,7 +11672,7 @@ def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
     assert (
         rows[0]["usage"]["cached"] == 10
         and rows[0]["report"]["regex_removed"] == int(scrub_)
-        and rows[0]["verdict"] == "cold"
+        and rows[0]["verdict"]["name"] == "cold"
     )
     for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
         assert row["bytes"] == len(raw) and "body" not in row
@@ -11950,9 +11950,9 @@ def test_warmup_keeps_the_most_recently_used_heads(
 
     for name in ("Ann", "Bob", "Ann"):
         use(name)
-    assert stored() == ["Bob.", "Ann."]
+    wait_for(lambda: stored() == ["Bob.", "Ann."], "the file")
     use("Cid")
-    assert stored() == ["Ann.", "Cid."]
+    wait_for(lambda: stored() == ["Ann.", "Cid."], "the file")
     assert len(one.proxy.warmup.heads) == 2
 
 
@@ -12939,7 +12939,7 @@ def test_ahead_is_told_apart_from_requests(rig: Callable[..., Rig], by_hand: Non
         and len(proxy.metrics.window) == 1
     )
     (line,) = talk.logged()
-    assert re.fullmatch(r"read ahead \| agent/1 \| [\d.]+ s \| tokens read: 1,400 of 2,000", line)
+    assert re.fullmatch(r"read ahead \| [\d.]+ s \| tokens read: 1,400 of 2,000", line)
     page = talk.rig.get("/kvproxy").body.decode()
     assert "<dt>read ahead</dt><dd>agent/1</dd>" in page and "<dd>1,400</dd>" in page
     assert "\nkvproxy_idle_tokens_total 1400\n" in talk.rig.get("/kvproxy/metrics").body.decode()
@@ -12998,7 +12998,7 @@ def test_ahead_given_up_after_two_wrong_predictions(rig: Callable[..., Rig], by_
     talk.say("And now?", headers="User-Agent: agent/1\r\n")
     ahead_wrong(talk, 2)
     assert len(talk.read()) == 4
-    wrong = "read ahead | agent/1 sent another prompt than was predicted"
+    wrong = "read ahead | agent/1 sent another prompt"
     assert talk.logged().count(wrong) == 3
     assert "read ahead" not in talk.rig.get("/kvproxy").body.decode()
     talk.body = opening("chat", "A new talk.")
