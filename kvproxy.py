@@ -3369,10 +3369,10 @@ class Backend:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.lost_at = self.next_look = 0.0  # on the monotonic clock
+        self.lost_at = self.next_look = 0.0
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
-        self.tls = None  # takes 20 ms to build
+        self.tls = None
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
@@ -3431,7 +3431,9 @@ class Backend:
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
                 if prefill:
-                    prefill.opened(link.sock)
+                    prefill.sock = link.sock
+                if prefill and prefill.given_up:
+                    return 0, "given up"
                 link.request("GET" if body is None else "POST", under(url, path), body, headers)
                 response = link.getresponse()
                 text = response.read(8 << 20).decode("utf-8", "replace")
@@ -3488,8 +3490,6 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection, up to MAX_CONNECTIONS."""
-
     request_queue_size = 1024  # with 5, a burst waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows two servers could share a port
 
@@ -3512,7 +3512,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Relay)
 
     def server_bind(self) -> None:  # the library's asks DNS for this machine's name
-        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
 
@@ -3556,7 +3556,7 @@ class Server(ThreadingHTTPServer):
 CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
-ERROR_SHOWN, ANSWER_SHOWN = 200, 500  # characters
+ERROR_SHOWN, ANSWER_SHOWN = 200, 500
 CONTEXT_ADVICE = " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
 TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 
@@ -3669,7 +3669,7 @@ class Proxy:
             exchange.report = Report(note=str(error))
         except Exception:
             exchange.report = Report(note="internal error")
-            self.log.exception("a body could not be edited and was forwarded as it came")
+            self.log.exception("a body could not be edited")
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
@@ -3690,7 +3690,6 @@ class Proxy:
             self.log.exception("a request could not be explained")
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
-        """The response headers for a request that has X-Cache-Diagnostic: true."""
         if exchange.request.get("x-cache-diagnostic") != "true":
             return {}
         self.explain(exchange)
@@ -3909,7 +3908,7 @@ class Metrics:
         self.number += 1
         exchange.number = self.number
         counts["requests_total", f'status="{exchange.status}"'] += 1
-        for name, number in vars(report).items() if report.edits() else ():
+        for name, number in vars(report).items():
             if number and name not in ("items", "items_modified", "note"):
                 counts["edits_total", f'kind="{name}"'] += number
         if report.note:
@@ -3973,7 +3972,7 @@ class Metrics:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# Names (of headers, in addresses, in bodies beside the prompt) whose values are not written down.
+# Names of headers, parameters and members whose values are not written down.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
     r"|passphrase|credential|signature|session"
@@ -3987,15 +3986,16 @@ def without_secrets(value: Any, name: str = "") -> Any:
     """A member of a parsed body. What a prompt holds stays."""
     if value is not None and SECRET_NAME.search(name[-64:]):
         return "***"
-    if isinstance(value, dict) and name not in PROMPT_MEMBERS:
+    if name in PROMPT_MEMBERS:
+        return value
+    if isinstance(value, dict):
         return {key: without_secrets(member, key) for key, member in value.items()}
-    if isinstance(value, list) and name not in PROMPT_MEMBERS:
+    if isinstance(value, list):
         return [without_secrets(member) for member in value]
     return value
 
 
 def capture_row(exchange: Exchange) -> Json:
-    """A finished request for CAPTURE_FILE, without secrets."""
     headers, received = dict[str, str](), exchange.received or b""
     for name, value in exchange.request.headers.raw_items():
         address = urllib.parse.unquote(value) if "=" in value else ""
@@ -4089,8 +4089,8 @@ class Prefill:
     path: str
     view: View  # as it was forwarded
     read_at: float = 0.0  # 0: never
-    talk: tuple[str, bytes] = "", b""  # whose it is: conversation and client
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)  # {}: the newest client's
+    whose: tuple[str, bytes] = "", b""  # conversation and client
+    keys: dict[str, str] | None = None  # None: the newest client's
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
     given_up: bool = False  # while it was read
@@ -4124,11 +4124,6 @@ class Prefill:
         placeholder = turn_of({"role": "user", "content": "."})
         return View(body, view.dialect, [], [*view.turns, placeholder]).dump()
 
-    def opened(self, sock: socket.socket) -> None:
-        self.sock = sock
-        if self.given_up:
-            raise ConnectionAbortedError
-
     def give_up(self) -> None:
         self.given_up = True
         if self.sock:
@@ -4159,7 +4154,7 @@ class Warmup:
         self.talk: Prefill | None = None  # of the newest conversation
         self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
         self.prefill: Prefill | None = None  # the one that is being read
-        self.guard = threading.Lock()  # of all these
+        self.guard = threading.Lock()
         self.written: tuple[list[str], list[Shape]] = [], []  # heads and shapes in the file
         self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
@@ -4188,7 +4183,6 @@ class Warmup:
                 self.proxy.log.exception("warm-up failed")
 
     def step(self) -> None:
-        """Have the server read what is due, if nothing else is going on."""
         now = time.monotonic()
         idle = now - self.proxy.last_end
         heads, talk = list(self.heads.values()), self.talk
@@ -4223,9 +4217,9 @@ class Warmup:
         keys, seconds = prefill.keys or self.keys, self.config.read_timeout
         try:
             status, answer = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill)
+            prefill.usage = usage_of([[members(answer)]])
         finally:
             self.prefill = prefill.sock = None
-        prefill.usage = usage_of([[members(answer)]])
         told = f"the server answers {status}" if status else "interrupted"
         if status == 200:
             told = f"tokens read: {read_of(prefill.usage)}"
@@ -4264,7 +4258,7 @@ class Warmup:
         wrong = self.wrong.get(client, 2)
         if wrong > 1 or tap is None:
             return
-        if talk and talk.talk == (exchange.trace.conversation, exchange.client):
+        if talk and talk.whose == (exchange.trace.conversation, exchange.client):
             self.talk = None
             if talk.begins(path, view):
                 wrong, exchange.ahead = 0, talk.usage.prompt
@@ -4276,15 +4270,10 @@ class Warmup:
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
         """After an answer: read what follows; after a side request, read it again."""
-        name, client, tap, talk = (
-            exchange.trace.conversation,
-            exchange.client,
-            exchange.tap,
-            self.talk,
-        )
+        name, tap = exchange.trace.conversation, exchange.tap
         if side:
-            if talk and talk.talk[1] == client:
-                talk.read_at = 0.0
+            if self.talk and self.talk.whose[1] == exchange.client:
+                self.talk.read_at = 0.0
             return
         fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
         fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
@@ -4292,7 +4281,8 @@ class Warmup:
         if fit and tap and tap.whole:
             path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
             keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
-            self.talk = Prefill(path, view, 0.0, (name, client), keys, bytes(tap.whole))
+            whose = name, exchange.client
+            self.talk = Prefill(path, view, 0.0, whose, keys, bytes(tap.whole))
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind

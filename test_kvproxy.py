@@ -10692,6 +10692,7 @@ def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
         peer = made.raw(data)
         answer = peer.response("GET")
         assert answer.status == 503 and int(answer.get("Retry-After") or 0) > 0
+        assert answer.get("Content-Length") == str(len(answer.body))
         assert "MAX_CONNECTIONS" in relay_error(answer)
         assert peer.ended()
     ended.set()
@@ -10795,6 +10796,9 @@ def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     peer.until(b"one")
     late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     made.server.requests(3)
+    slow = made.raw(b"PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n")
+    server = made.proxy.server
+    wait_for(lambda: any(server.waiting.values()), "a body to arrive")
     stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
     stopper.start()
     assert idle.ended() and silent.ended()
@@ -10804,8 +10808,9 @@ def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     go.set()
     peer.until(b"two\n\n\r\n0\r\n\r\n")
     assert peer.ended()
-    answer = late.response("PUT")
-    assert answer.body == b"late" and answer.get("Connection") == "close"
+    slow.send(b"x\r\n0\r\n\r\n")  # its body was still arriving
+    for answer in (late.response("PUT"), slow.response("PUT")):
+        assert answer.body == b"late" and answer.get("Connection") == "close"
     stopper.join(PATIENCE)
     assert not stopper.is_alive()
 
@@ -13300,9 +13305,13 @@ def test_status_time_saved() -> None:
     metrics.count(unedited)
     assert metrics.counts["saved_seconds_total", ""] == pytest.approx((990 + 490) * 2 / 1000)
     timed = ex_done(0, 3000, "cold")
-    metrics.count(timed)  # no prompt_ms: nothing is known of its time
+    # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
+    metrics.count(timed)
     metrics.count(ex_done(1000, 1000))
-    assert metrics.counts["saved_seconds_total", ""] == pytest.approx((1990 + 490) * 2 / 1000)
+    assert metrics.counts["saved_seconds_total", ""] == pytest.approx(
+        (990 + 490) * 2 / 1000 + 1000 * 16 / 4000
+    )
 
 
 def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
