@@ -4231,8 +4231,8 @@ class Warmup:
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Have a request that begins with what the server is reading wait for that: a cancel would be
-        noticed late. Any other ends it, unless a client waits for it. `watch` may raise ClientGone."""
+        """Have a request that begins with what the server is reading wait for that: a cancel would
+        be noticed late. Any other ends it, unless a client waits. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
