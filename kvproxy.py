@@ -38,7 +38,6 @@ import contextlib
 import copy
 import dataclasses
 import difflib
-import errno
 import functools
 import hashlib
 import html
@@ -2581,7 +2580,6 @@ SAVED_BY = (
     "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
     " of at least 512 tokens."
 )
-IDLE_WAIT = 5.0  # seconds to wait for an idle server
 ANSWER_START = 80  # characters that a template puts behind the last turn
 
 
@@ -3012,9 +3010,10 @@ class Relay(BaseHTTPRequestHandler):
         self.command, self.path = "", "/"
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
-        self.server.waiting[self.socket] = None
+        self.server.waiting[self.socket] = False
         try:
             if self.proxy.server is not None and (request := self.read_request()):
+                self.server.waiting[self.socket] = True
                 fault = self.serve(request)
         except Refused as refused:
             self.close_connection = self.linger = True
@@ -3044,7 +3043,7 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
-            self.server.waiting[self.socket] = None
+            self.server.waiting[self.socket] = False
             end = time.monotonic() + LINGER_SECONDS
             self.until = end if self.linger else 0.0
             while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
@@ -3282,6 +3281,8 @@ class Relay(BaseHTTPRequestHandler):
         return whole
 
     def relay(self, response: Response, exchange: Exchange) -> None:
+        """Pass the answer on as it comes, byte for byte."""
+        self.proxy.found()
         exchange.status = response.status
         old, by_length = exchange.request.old, response.length is not None
         self.close_connection |= old or self.proxy.server is None
@@ -3345,9 +3346,11 @@ class Exchange:
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
 HOST = re.compile(r"([a-z0-9._-]{1,255}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
-LLAMA = "llamacpp"
+LLAMA = "llama-server"
 # owned_by in /v1/models -> product
-OWNERS = {LLAMA: "llama-server", "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+OWNERS = {"llamacpp": LLAMA, "organization_owner": "LM Studio", "llama-swap": "llama-swap"}
+# status of /v1/models -> what that means
+STATES = {401: "it wants an API key", 403: "it wants another key", 503: "it is loading its model"}
 
 
 class Backend:
@@ -3355,13 +3358,11 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.keys: dict[str, str] = {}  # for `check`
         self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
-        self.lost_at = self.next_look = 0.0  # on the monotonic clock
-        self.away = False  # as the last request had it
+        self.lost_at = self.next_look = 0.0
+        self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
-        self.owner = ""  # owned_by in /v1/models
-        self.tls = None  # takes 20 ms to build
+        self.tls = None
         if self.url and self.url.scheme == "https":
             self.tls = ssl.create_default_context()
 
@@ -3376,14 +3377,13 @@ class Backend:
             if url.port != self.config.listen_port:  # that is this proxy
                 there = copy.copy(self)
                 there.url = url
-                told = members(there.ask("/v1/models", 1.0)[1])
-                if told.keys() & {"data", "models", "error"}:
+                answer = members(there.ask("/v1/models", 1.0)[1])
+                if answer.keys() & {"data", "models", "error"}:
                     self.url = url
                     return url
         raise ConnectionRefusedError("no server answers there")
 
     def connect(self) -> Upstream:
-        """A new connection. Raises OSError."""
         url = self.locate()
         upstream = Upstream(url, url.hostname or "", self.config.connect_timeout, self.tls)
         if upstream.host == "localhost" and self.tls is None:
@@ -3393,34 +3393,37 @@ class Backend:
 
     def lost(self) -> None:
         self.lost_at, self.away, self.known = time.monotonic(), True, {}
-        self.next_look = 0.0
         if not self.config.backend_url:
             self.url = None
 
     def look(self) -> None:
-        """See whether it is there, each 10 seconds at most, while somebody looks at the page."""
-        if (now := time.monotonic()) >= self.next_look:
+        """See whether it is there; one that was is asked each 10 seconds at most."""
+        now = time.monotonic()
+        if not self.known or now >= self.next_look:
+            self.next_look = now + 10
             if not self.describe(1.0):
                 self.lost()
-            self.next_look = now + 10
 
     def ask(
         self,
         path: str,
         timeout: float = 3.0,
-        body: Any = None,
+        body: bytes | None = None,
         keys: dict[str, str] | None = None,
-        opened: Callable[[socket.socket], None] = lambda sock: None,
+        prefill: Prefill | None = None,
     ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
-        headers = {"Content-Type": "application/json", **(self.keys if keys is None else keys)}
+        headers = {"Content-Type": "application/json", **(keys or {})}
         try:
             url = self.locate()
             secure = url.scheme == "https"
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
-                opened(link.sock)
+                if prefill:
+                    prefill.sock = link.sock
+                if prefill and prefill.given_up:
+                    return 0, "given up"
                 link.request("GET" if body is None else "POST", under(url, path), body, headers)
                 response = link.getresponse()
                 text = response.read(8 << 20).decode("utf-8", "replace")
@@ -3432,18 +3435,26 @@ class Backend:
 
     def describe(self, timeout: float = 3.0) -> Json:
         """What the server tells of itself; {} without an answer."""
-        props = members(self.ask("/props", timeout)[1])
         status, answer = self.ask("/v1/models", timeout)
+        props = members(self.ask("/props", timeout)[1]) if status else {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
-        self.owner = str(model.get("owned_by") or self.owner)
+        owner = str(model.get("owned_by") or "a model server")
+        has_props = props and "error" not in props  # LM Studio says 200 to any path
+        product = LLAMA if has_props else OWNERS.get(owner, owner)
+        context = members(props.get("default_generation_settings")).get("n_ctx")
+        if product == "LM Studio":  # what a model could have at most says nothing
+            models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
+            loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
+            model = next((one for one in loaded if one.get("type") != "embeddings"), model)
+            context = model.get("loaded_context_length")
         path = str(props.get("model_path") or "")
         found = {
-            "product": OWNERS.get(self.owner, self.owner or "a model server"),
+            "product": product,
             "build": props.get("build_info"),
             "slots": props.get("total_slots"),
-            "context": members(props.get("default_generation_settings")).get("n_ctx"),
+            "context": context,
             "model": re.split(r"[\\/]", path)[-1] or model.get("id"),
-            "state": "" if status == 200 else f"it answers {status}",
+            "state": "" if status == 200 else STATES.get(status, f"it answers {status}"),
         }
         self.known = {name: value for name, value in found.items() if value and status}
         return self.known
@@ -3469,16 +3480,14 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection, up to MAX_CONNECTIONS."""
-
     request_queue_size = 1024  # with 5, a burst waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows two servers could share a port
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.open: set[socket.socket] = set()
-        # whose clients have to send; oldest first
-        self.waiting = collections.OrderedDict[socket.socket, None]()
+        # whose clients have to send, oldest first -> whether a request of theirs has begun
+        self.waiting = collections.OrderedDict[socket.socket, bool]()
         self.guard = threading.Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
@@ -3492,20 +3501,10 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
-    def server_bind(self) -> None:
-        """The library's asks DNS for this machine's name."""
-        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows
+    def server_bind(self) -> None:  # the library's asks DNS for this machine's name
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
-                self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once
-            raise
 
     def hold(self, size: int) -> bool:
         """Count bytes of bodies in memory; whether there may be so many."""
@@ -3520,11 +3519,10 @@ class Server(ThreadingHTTPServer):
                 return super().process_request(request, client_address)
         body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        head += b"Retry-After: 1\r\nConnection: close\r\n\r\n"
+        head += b"Content-Length: %d\r\nRetry-After: 1\r\nConnection: close\r\n\r\n" % len(body)
         with suppress(OSError):
             request.settimeout(0.2)
             request.sendall(head + body)
-            request.shutdown(socket.SHUT_WR)
             request.recv(65536)  # unread bytes would turn the close into a reset
         self.shutdown_request(request)
 
@@ -3548,20 +3546,14 @@ class Server(ThreadingHTTPServer):
 CONTEXT_FULL = re.compile(rb"exceed[a-z_ ]{,30}context|context[ _](?:size|length)")
 AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
-ERROR_SHOWN, ANSWER_SHOWN = 200, 500  # characters
-
-
-REMOVED = (
-    "ts={ts_removed} ids={msg_ids_removed} billing={billing_removed} regex={regex_removed}"
-    " lifted={lifted} dropped={dropped}"
-)
+ERROR_SHOWN, ANSWER_SHOWN = 200, 500
 CONTEXT_ADVICE = " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
 TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 
 
 class Proxy:
-    """A running kvproxy: a context manager, or call start() and stop(). Everything hangs on it, so
-    several can live in one process. The file's first lines have an example.
+    """A running kvproxy: a context manager, or call start() and stop(). Several can live in one
+    process. The file's first lines have an example.
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
@@ -3576,22 +3568,21 @@ class Proxy:
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
-        self.life = threading.Lock()
+        self.life, self.telling = threading.Lock(), threading.Lock()  # of start(); of the log
         self.active = dict[Exchange, None]()  # requests being served; oldest first
         self.last_end = time.monotonic()
-        self.unexplained = list[Exchange]()  # to be recorded when the server is idle
         self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(config.listen_host)
 
     def start(self) -> Proxy:
         """Listen and serve in the background; nothing if it does already."""
-        path, size = self.config.capture_file, self.config.capture_mb << 20
+        config, tell = self.config, self.log.warning
         with self.life:
             if self.server is not None:
                 return self
-            if path:
-                self.capture = PrivateFile("CAPTURE_FILE", path, self.log.warning, size)
-            with stops_the_start("WARMUP_FILE", self.config.warmup_file):
+            if path := config.capture_file:
+                self.capture = PrivateFile("CAPTURE_FILE", path, tell, config.capture_mb << 20)
+            with stops_the_start("WARMUP_FILE", config.warmup_file):
                 self.warmup.load()
             self.server = Server(self)
             self.warmup.start()
@@ -3609,15 +3600,13 @@ class Proxy:
             server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
         server.shutdown()
         server.server_close()
-        for everything, seconds in ((False, grace), (True, 2.0)):
-            until = time.monotonic() + seconds
-            while server.open and time.monotonic() < until:
-                for connection in list(server.open if everything else server.waiting):
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-                time.sleep(0.001)
-        for exchange in self.unexplained:
-            self.record(exchange)
+        until = time.monotonic() + grace
+        while server.open and (now := time.monotonic()) < until + 2:
+            idle = [one for one, begun in list(server.waiting.items()) if not begun]
+            for connection in idle if now < until else list(server.open):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.001)
         with suppress(OSError):
             if self.capture:
                 self.capture.close()
@@ -3630,10 +3619,12 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """http://host:port, with the port that was really taken."""
+        """http://host:port, with the port that was taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        return url_of(str(self.server.server_address[0]), self.server.server_address[1])
+        host, port = map(str, self.server.server_address[:2])
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def running(self) -> int:
@@ -3668,7 +3659,7 @@ class Proxy:
             exchange.report = Report(note=str(error))
         except Exception:
             exchange.report = Report(note="internal error")
-            self.log.exception("a body could not be edited and was forwarded as it came")
+            self.log.exception("a body could not be edited")
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
@@ -3677,45 +3668,39 @@ class Proxy:
         if not view or received is None or exchange.counting or explained:
             return
         try:
-            original = None
-            if exchange.forwarded is not received:
-                original = Prompt(self.reader.view(received, view.dialect))
+            edited = exchange.forwarded is not received
+            original = Prompt(self.reader.view(received, view.dialect)) if edited else None
             side = side_of(view, exchange.request.get(AGENT_ID))
             prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
-        except RecursionError:  # no server reads what is nested so deeply
-            pass
         except Exception:
             self.log.exception("a request could not be explained")
 
     def diagnosis(self, exchange: Exchange) -> dict[str, str]:
-        """The response headers for a request that has X-Cache-Diagnostic: true."""
-        if exchange.request.get("x-cache-diagnostic").strip().lower() != "true":
+        if exchange.request.get("x-cache-diagnostic") != "true":
             return {}
         self.explain(exchange)
-        report, verdict = exchange.report, exchange.verdict
-        told = {"Removed": REMOVED.format_map(vars(report)), "Replayed": str(report.replayed)}
+        counts, verdict = vars(exchange.report), exchange.verdict
+        removed = [f"{name}={count}" for name, count in counts.items() if name != "note"]
+        told = {"Removed": " ".join(removed), "Replayed": str(exchange.report.replayed)}
         if verdict is not None:
             told |= {"Prefix": f"{verdict.share:.3f}", "Verdict": verdict.name}
         return {f"X-KVProxy-{name}": value for name, value in told.items()}
 
+    def found(self) -> None:
+        if self.backend.away:
+            self.log.info("backend found: %s answers", self.backend.name())
+        self.backend.away = False
+
     def finished(self, exchange: Exchange) -> None:
-        """Record a request; one that was lost when the server is idle and can be asked why."""
         exchange.ended = self.last_end = time.monotonic()
         self.active.pop(exchange, None)
-        if exchange.begun and self.backend.away:
-            self.log.info("backend found: %s answers", self.backend.name())
-            self.backend.away = False
         try:
             self.settle(exchange)
-            case = exchange.case
-            if case and missing_tokens(case, exchange.usage) and not self.unexplained:
-                self.unexplained.append(exchange)
-            else:
-                self.record(exchange)
+            self.record(exchange)
         except Exception:
             self.log.exception("a finished request could not be recorded")
 
@@ -3756,50 +3741,44 @@ class Proxy:
         exchange.tap = exchange.view = None
         exchange.trace = Trace(trace.conversation)
 
-    def explain_lost(self) -> None:
-        """Record lost requests, once the server is idle or they have waited for that."""
-        while self.unexplained:
-            if self.running and time.monotonic() - self.unexplained[0].ended < IDLE_WAIT:
-                return
-            self.record(self.unexplained.pop(0), idle=not self.running)
-
-    def record(self, exchange: Exchange, idle: bool = False) -> None:
+    def record(self, exchange: Exchange) -> None:
         """Settle a verdict, for which an idle server is asked; write page, log and capture."""
         case, exchange.case = exchange.case, None
         if case:
-            case.slots = self.backend.describe().get("slots") if idle else None
+            ask = missing_tokens(case, exchange.usage) and not self.running
+            case.slots = self.backend.describe(1.0).get("slots") if ask else None
             settle(case, exchange.usage, self.config)
-            if idle and case.verdict.name == "lost":
+            if ask and case.verdict.name == "lost":
                 self.ask_template(exchange, case)
             self.warmup.notice(exchange, case)
         if self.capture and exchange.received is not None:
             row = json.dumps(capture_row(exchange))
             self.capture.handle(logging.makeLogRecord({"msg": row}))
+        with self.metrics.guard:
+            warning = self.metrics.count(exchange)
+        if case:
+            case.prompt.number = exchange.number
         level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
         news = self.editor.lifter.learner.news
-        with self.metrics.guard:  # which keeps the lines of a request together
-            warning = self.metrics.count(exchange)
+        with self.telling:  # keeps the lines of a request together
             while news:
                 told = learned(news.popleft(), self.config)
                 self.log.info("learned: %s; to fix it: %s", *told)
             for line in log_lines(exchange) if self.log.isEnabledFor(level) else ():
                 self.log.log(level, "%s", line, extra={"request": f"#{exchange.number} "})
-        if warning:
-            self.log.warning("%s", warning)
-        if case:
-            case.prompt.number = exchange.number
+            if warning:
+                self.log.warning("%s", warning)
 
     def ask_template(self, exchange: Exchange, case: Case) -> None:
         """Whether the server renders old turns otherwise now, and so had to read them again."""
         verdict, base, dialect = case.verdict, case.base, exchange.dialect
         if not base or not case.whole or not dialect or dialect.name != "chat":
             return  # /apply-template takes chats only
-            return
         before = [one for one in list(self.metrics.recent) if one.number == base.number]
-        prompts = list[str]()
+        prompts, keys = list[str](), keys_of(exchange.request)
         for one in (*before, exchange):
-            body, keys = bytes(one.forwarded or b""), keys_of(exchange.request)
-            answer = self.backend.ask("/apply-template", 3.0, body, keys)[1]
+            body = bytes(one.forwarded or b"")
+            answer = self.backend.ask("/apply-template", 1.0, body, keys)[1]
             prompts.append(str(members(answer).get("prompt") or ""))
         if len(prompts) == 2 and all(prompts):
             rendered_otherwise(verdict, base, *prompts)
@@ -3812,14 +3791,7 @@ class Proxy:
             )
 
 
-def url_of(host: str, port: int) -> str:
-    """How this machine reaches what listens there."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def keys_of(request: Request) -> dict[str, str]:
-    """The headers that let a client in."""
     return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
@@ -3866,8 +3838,7 @@ def learned(shape: Shape, config: Config) -> tuple[str, str]:
 
 
 def log_lines(exchange: Exchange) -> list[str]:
-    """The log of one request: a line, and another one when a prompt was not reused for a reason.
-    Scripts read its first fields."""
+    """The log of one request. Scripts read its first fields."""
     request, usage, verdict = exchange.request, exchange.usage, exchange.verdict
     parts = [f"{request.method} {printable(request.path)}"]
     prompt = bool(exchange.dialect) and request.method == "POST"
@@ -3905,8 +3876,6 @@ REUSED, READ_ANEW = 'state="reused"', 'state="read"'  # labels of prompt_tokens_
 
 
 class Metrics:
-    """Counters, the last requests, and the running hit rate."""
-
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
 
     def __init__(self, config: Config) -> None:
@@ -3924,10 +3893,17 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> str:
         """Enter a finished request; returns a warning to log, or ''. The caller has the guard."""
-        counts, verdict, usage = self.counts, exchange.verdict, exchange.usage
+        counts, report = self.counts, exchange.report
+        verdict, usage = exchange.verdict, exchange.usage
         self.number += 1
         exchange.number = self.number
         counts["requests_total", f'status="{exchange.status}"'] += 1
+        for name, number in vars(report).items():
+            if number and name not in ("items", "items_modified", "note"):
+                counts["edits_total", f'kind="{name}"'] += number
+        if report.note:
+            reason = report.note.partition(" (")[0]
+            counts["untouched_total", f'reason="{reason}"'] += 1
         if exchange.dialect or exchange.error:
             self.keep(exchange)
         if exchange.dialect and not exchange.counting:
@@ -3947,8 +3923,11 @@ class Metrics:
         self.reported += 1
         counts["prompt_tokens_total", REUSED] += cached
         counts["prompt_tokens_total", READ_ANEW] += read
-        if usage.prompt_ms is not None and read >= 512:  # fewer take longer for each
-            self.long_ms += usage.prompt_ms
+        ms = usage.prompt_ms
+        if ms is None and exchange.stream and exchange.begun:
+            ms = 1000 * (exchange.begun - exchange.sent)  # it begins when the prompt is read
+        if ms is not None and read >= 512:  # fewer take longer for each
+            self.long_ms += ms
             self.long_tokens += read
         saved = cached - round(exchange.straight * prompt)
         if self.long_tokens and saved >= 64:
@@ -3966,7 +3945,6 @@ class Metrics:
         return ""
 
     def cause(self) -> str:
-        """The most frequent fault of the window."""
         names = [one.verdict.name for one in self.window]
         faults = [name for name in names if name not in ("extended", "cold")]
         name, count = collections.Counter(faults or names).most_common(1)[0]
@@ -3984,50 +3962,37 @@ class Metrics:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# Names (of headers, in addresses, in bodies beside the prompt) whose values are not written down.
+# Names of headers, parameters and members whose values are not written down.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
     r"|passphrase|credential|signature|session"
     r"|(?<![a-z])(?:pass|pwd|jwt|sig|code|pat|access|bearer)(?![a-z])"
 )
-ADDRESS_NAME = re.compile(r"(?<![^=&?;/\s])([^=&?;/\s]+)=")
 PROMPT_MEMBERS = ("messages", "input", "prompt", "system", "instructions", "function", "parameters",
                   "input_schema", "schema")  # fmt: skip
 
 
-def without_secrets(address: str) -> str:
-    """An address, which ends where the value of its first secret begins."""
-    for name in ADDRESS_NAME.finditer(address):
-        if SECRET_NAME.search(urllib.parse.unquote(name[1])):
-            return address[: name.end()] + "***"
-    return address
-
-
-def without_secret_members(body: Json) -> Json:
-    """A parsed body, changed in place: no secrets beside the prompt."""
-    waiting: list[Any] = [body]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        for name, member in value.items() if isinstance(value, dict) else ():
-            if SECRET_NAME.search(name[-64:]) and member is not None:
-                value[name] = "***"
-            elif name not in PROMPT_MEMBERS:
-                waiting.append(member)
-    return body
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A member of a parsed body. What a prompt holds stays."""
+    if value is not None and SECRET_NAME.search(name[-64:]):
+        return "***"
+    if name in PROMPT_MEMBERS:
+        return value
+    if isinstance(value, dict):
+        return {key: without_secrets(member, key) for key, member in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(member) for member in value]
+    return value
 
 
 def capture_row(exchange: Exchange) -> Json:
-    """A finished request for CAPTURE_FILE, without secrets; of a body that is no JSON the size."""
-    request, received = exchange.request, exchange.received or b""
-    headers = dict[str, str]()
-    for name, value in request.headers.raw_items():
-        headers[name] = "***" if SECRET_NAME.search(name) else without_secrets(value)
-    row = {**row_of(exchange), "path": without_secrets(request.path), "headers": headers}
-    row |= {"verdict": exchange.verdict and exchange.verdict.name, "bytes": len(received)}
+    headers, received = dict[str, str](), exchange.received or b""
+    for name, value in exchange.request.headers.raw_items():
+        address = urllib.parse.unquote(value) if "=" in value else ""
+        headers[name] = "***" if SECRET_NAME.search(f"{name} {address}") else value
+    row = {**row_of(exchange), "headers": headers, "bytes": len(received)}
     with suppress(ValueError, RecursionError):
-        row["body"] = without_secret_members(parse(received))
+        row["body"] = without_secrets(parse(received))
     return row
 
 
@@ -4037,8 +4002,7 @@ def open_private(path: str, mode: str) -> Any:
         with suppress(OSError):
             os.chmod(path, 0o600)
     private = functools.partial(os.open, mode=0o600)
-    form: Any = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
-    return open(path, mode, opener=private, **form)
+    return open(path, mode, encoding="utf-8", errors="backslashreplace", opener=private)
 
 
 @contextlib.contextmanager
@@ -4081,12 +4045,9 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        fault, tell = sys.exc_info()[1], self.tell
-        if not isinstance(fault, OSError):
-            return super().handleError(record)
-        self.tell = lambda text: None
+        tell, self.tell = self.tell, lambda text: None
         with suppress(OSError):
-            tell(f"{self.setting}: {self.baseFilename} cannot be written: {fault}")
+            tell(f"{self.setting}: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
 
 
 # --- prompts that the server reads in idle time ---------------------------------------------------
@@ -4095,7 +4056,6 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
                  "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not read ahead
-TALKS = 8  # conversations whose newest prompt is kept
 WRONG_TOKENS = 1000  # read ahead for nothing; given up after two such predictions in a row
 END = re.compile(r'"(?:finish_reason|stop_reason|status)": ?"(\w+)"')
 ENDS = {"stop", "end_turn", "completed", "in_progress"}  # of whole answers without tool calls
@@ -4119,8 +4079,8 @@ class Prefill:
     path: str
     view: View  # as it was forwarded
     read_at: float = 0.0  # 0: never
-    client: str = ""  # the program whose conversation it is
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)  # {}: the newest client's
+    whose: tuple[str, bytes] = "", b""  # conversation and client
+    keys: dict[str, str] | None = None  # None: the newest client's
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
     given_up: bool = False  # while it was read
@@ -4148,20 +4108,15 @@ class Prefill:
     def body(self) -> bytes:
         """One token is wanted, which nobody reads. Behind the prompt stands a placeholder: many
         templates render the last turns in another way until a user has spoken."""
-        body = {**front_members(self.view.body), "stream": False}
-        body["max_output_tokens" if self.view.dialect.name == "responses" else "max_tokens"] = 1
+        view = self.view
+        body = {**front_members(view.body), "stream": False}
+        body["max_output_tokens" if view.dialect.name == "responses" else "max_tokens"] = 1
         placeholder = turn_of({"role": "user", "content": "."})
-        return View(body, self.view.dialect, [], [*self.view.turns, placeholder]).dump()
-
-    def opened(self, sock: socket.socket) -> None:
-        self.sock = sock
-        if self.given_up:
-            raise ConnectionAbortedError
+        return View(body, view.dialect, [], [*view.turns, placeholder]).dump()
 
     def give_up(self) -> None:
-        """The thread that waits for the answer wakes, and closes the connection."""
         self.given_up = True
-        if self.sock is not None:
+        if self.sock:
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -4184,11 +4139,12 @@ class Warmup:
         self.proxy, self.config = proxy, proxy.config
         self.path = os.path.expanduser(self.config.warmup_file)
         self.enabled = bool(self.path or self.config.keepalive_seconds)
+        self.mode = self.config.prefill_ahead if self.config.scrub else "0"
         self.heads: dict[str, Prefill] = {}  # newest last
-        self.talks: dict[tuple[str, bytes], Prefill] = {}  # by conversation and client
+        self.talk: Prefill | None = None  # of the newest conversation
         self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
         self.prefill: Prefill | None = None  # the one that is being read
-        self.guard = threading.Lock()  # of all these
+        self.guard = threading.Lock()
         self.written: tuple[list[str], list[Shape]] = [], []  # heads and shapes in the file
         self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
@@ -4203,7 +4159,7 @@ class Warmup:
     def stop(self) -> None:
         self.over.set()
         with self.guard:
-            if self.prefill is not None:
+            if self.prefill:
                 self.prefill.give_up()
         self.thread.join(5)
         self.save()
@@ -4211,28 +4167,25 @@ class Warmup:
     def run(self) -> None:
         while not self.over.wait(0.1):
             try:
-                self.proxy.explain_lost()
                 self.save()
                 self.step()
             except Exception:
                 self.proxy.log.exception("warm-up failed")
 
     def step(self) -> None:
-        """Have the server read what is due, if nothing else is going on."""
-        now, last_end = time.monotonic(), self.proxy.last_end
-        with self.guard:
-            heads = list(self.heads.values())
-            talks = [talk for talk in self.talks.values() if not talk.read_at]
+        now = time.monotonic()
+        idle = now - self.proxy.last_end
+        heads, talk = list(self.heads.values()), self.talk
         due = [head for head in heads if head.read_at <= self.proxy.backend.lost_at]
         if keepalive := self.config.keepalive_seconds:
-            due += [one for one in heads[-1:] if now - max(one.read_at, last_end) >= keepalive]
+            due += [one for one in heads[-1:] if min(idle, now - one.read_at) >= keepalive]
         if self.proxy.running:
             return
-        if talks and now - last_end >= self.config.prefill_ahead_seconds:
-            talks[0].read_at = now  # what fails is not tried again
-            if talks[0].add_answer():
-                self.send(talks[0], f"read ahead | {talks[0].client}")
-        elif due and now - last_end >= self.FIRST_WAIT and now >= self.next_try:
+        if talk and not talk.read_at and idle >= self.config.prefill_ahead_seconds:
+            talk.read_at = now  # what fails is not tried again
+            if talk.add_answer():
+                self.send(talk, "read ahead")
+        elif due and idle >= self.FIRST_WAIT and now >= self.next_try:
             self.state = "reading"
             status, told = self.send(due[0], "warm-up")
             self.state = "warm" if status == 200 else told
@@ -4250,11 +4203,10 @@ class Warmup:
             if self.proxy.running or self.over.is_set():
                 return 0, "interrupted"
             self.prefill = prefill  # a request that comes from now on finds it, see hold()
-        started, status, backend = time.monotonic(), 0, self.proxy.backend
+        started, backend, counts = time.monotonic(), self.proxy.backend, self.proxy.metrics.counts
+        keys, seconds = prefill.keys or self.keys, self.config.read_timeout
         try:
-            keys, seconds = prefill.keys or self.keys, self.config.read_timeout
-            ask = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill.opened)
-            status, answer = ask
+            status, answer = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill)
             prefill.usage = usage_of([[members(answer)]])
         finally:
             self.prefill = prefill.sock = None
@@ -4264,76 +4216,70 @@ class Warmup:
         elif not status and not prefill.given_up:
             backend.lost()
             told = "the server is away"
-        with self.proxy.metrics.guard:
-            self.proxy.metrics.counts["idle_tokens_total", ""] += prefill.usage.read() or 0
+        counts["idle_tokens_total", ""] += prefill.usage.read() or 0
         self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Called before a request is forwarded. If it begins with what the server is reading, it
-        waits for that: the server would notice a cancel late, and read it all in another slot. Any
-        other ends the prefill, unless a client waits for it. `watch` may raise ClientGone."""
+        """Have a request that begins with what the server is reading wait for that: a cancel would
+        be noticed late. Any other ends it, unless a client waits. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
         with self.guard:
             prefill = self.prefill
-        if prefill is not None and view is not None and prefill.begins(path, view):
+        if prefill and view and prefill.begins(path, view):
             prefill.waiting.add(exchange)
             try:
                 while self.prefill is prefill:  # READ_TIMEOUT at most
                     watch(0, 0.02)
             finally:
                 prefill.waiting.discard(exchange)
-        if prefill is not None and not prefill.waiting:
+        if prefill and not prefill.waiting:
             prefill.give_up()
-        if view is not None and not side_of(view, exchange.request.get(AGENT_ID)):
+        if view and not side_of(view, exchange.request.get(AGENT_ID)):
             self.follow(exchange, view, path)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """See whether a request begins with what was read ahead, and have its answer kept."""
-        client, tap, config = client_of(exchange), exchange.tap, self.config
-        if config.prefill_ahead == "1" and config.scrub and client not in self.wrong:
+        client, tap, talk = client_of(exchange), exchange.tap, self.talk
+        if self.mode == "1" and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
         wrong = self.wrong.get(client, 2)
         if wrong > 1 or tap is None:
             return
-        with self.guard:
-            talk = self.talks.pop((exchange.trace.conversation, exchange.client), None)
-        if talk is not None and talk.begins(path, view):
-            wrong, exchange.ahead = 0, talk.usage.prompt
-        elif talk is not None and (talk.usage.read() or 0) > WRONG_TOKENS:
-            wrong += 1
-            self.proxy.log.info("read ahead | %s sent another prompt than was predicted", client)
+        if talk and talk.whose == (exchange.trace.conversation, exchange.client):
+            self.talk = None
+            if talk.begins(path, view):
+                wrong, exchange.ahead = 0, talk.usage.prompt
+            elif (talk.usage.read() or 0) > WRONG_TOKENS:
+                wrong += 1
+                self.proxy.log.info("read ahead | %s sent another prompt", client)
         self.wrong[client] = wrong
         tap.whole = bytearray() if wrong < 2 else None
 
     def plan(self, exchange: Exchange, view: View, side: str) -> None:
         """After an answer: read what follows; after a side request, read it again."""
-        whose, tap, talks = exchange.client, exchange.tap, self.talks.copy().items()
+        name, tap = exchange.trace.conversation, exchange.tap
         if side:
-            for talk in [talk for (_, one), talk in talks if one == whose][-1:]:
-                talk.read_at = 0.0
+            if self.talk and self.talk.whose[1] == exchange.client:
+                self.talk.read_at = 0.0
             return
         fit = len(exchange.forwarded or b"") <= AHEAD_BYTES and not goes_on_elsewhere(view)
         fit = fit and all(turn.item and turn.role != "assistant" for turn in view.turns[-1:])
         fit = fit and view.body.get("n") in (None, 1) and not exchange.fault
-        if fit and tap is not None and tap.whole:
-            name, path = exchange.trace.conversation, exchange.request.path.partition("?")[0]
-            keys = keys_of(exchange.request)
+        if fit and tap and tap.whole:
+            path, keys = exchange.request.path.partition("?")[0], keys_of(exchange.request)
             keys["X-KVProxy-Conversation"] = name  # to the same server, if there are several
-            talk = Prefill(path, view, 0.0, client_of(exchange), keys, bytes(tap.whole))
-            with self.guard:
-                self.talks[name, whose] = talk
-                if len(self.talks) > TALKS:
-                    del self.talks[next(iter(self.talks))]
+            whose = name, exchange.client
+            self.talk = Prefill(path, view, 0.0, whose, keys, bytes(tap.whole))
 
     def notice(self, exchange: Exchange, case: Case) -> None:
         client, kind = client_of(exchange), case.verdict.kind
-        auto = self.config.prefill_ahead == "auto" and self.config.scrub
-        auto = auto and self.proxy.backend.owner == LLAMA
+        llama = self.proxy.backend.known.get("product") == LLAMA
         side = kind == "taken" and any(one.side for one in case.between)
-        if auto and (kind == "template" or side) and client not in self.wrong:
+        helps = self.mode == "auto" and llama and (side or kind == "template")
+        if helps and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
             why = "a side request" if side else "the template"
             self.proxy.log.info("read ahead | on for %s, because of %s", client, why)
@@ -4372,24 +4318,27 @@ class Warmup:
         path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
         body = front.dump()  # the turns of the view would keep all of the request in memory
+        head = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
         key = digest(path, body).hex()
         with self.guard:
             self.heads.pop(key, None)
-            self.heads[key] = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
+            self.heads[key] = head
             if len(self.heads) > self.config.warmup_heads:
                 del self.heads[next(iter(self.heads))]
 
     def save(self) -> None:
         """Write the file if anything is new: whole, or not at all."""
-        with self.guard:
-            kept, shapes = dict(self.heads), list(self.proxy.editor.lifter.learner.shapes)
+        shapes, kept = list(self.proxy.editor.lifter.learner.shapes), dict[str, Any]()
+        for key, head in self.heads.copy().items():
+            kept[key] = {"path": head.path, "body": head.view.body}
         if not self.path or self.written == (list(kept), shapes):
             return
         self.written, name = (list(kept), shapes), self.path + ".tmp"
-        heads = {key: {"path": one.path, "body": one.view.body} for key, one in kept.items()}
+        if shapes:
+            kept["learned"] = shapes
         try:
             with open_private(name, "w") as file:
-                json.dump({**heads, **({"learned": shapes} if shapes else {})}, file)
+                json.dump(kept, file)
             os.replace(name, self.path)
         except OSError as error:
             self.proxy.log.warning("WARMUP_FILE=%r cannot be written: %s", self.path, error)

@@ -8278,7 +8278,6 @@ def test_explain_template_is_no_cause_when_it_renders_alike(rig: MakeRig) -> Non
 
 def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: Patch) -> None:
     """Questions wait for an idle server; when it does not get idle, the words are those known."""
-    monkeypatch.setattr(kvproxy, "IDLE_WAIT", 0.05)
     held = threading.Event()
     serve = ex_llama(ex_template)
 
@@ -8301,19 +8300,6 @@ def test_explain_server_is_not_asked_while_it_works(rig: MakeRig, monkeypatch: P
     assert found[1].verdict.name == "lost"
     assert {seen.target for seen in one.server.seen} == {EX_CHAT_PATH}
     held.set()
-
-
-def test_explain_lost_prompt_is_recorded_when_the_proxy_stops(
-    rig: MakeRig, monkeypatch: Patch
-) -> None:
-    """It waits for an idle server, but for no longer than there is a proxy."""
-    monkeypatch.setattr(kvproxy.Warmup, "run", lambda warmup: warmup.over.wait())  # has no time
-    one = rig(ex_scripted((0, 1000, 9.0)), log_level="info")
-    for body in ex_talk(2):
-        one.post(EX_CHAT_PATH, body)
-    assert len(one.log.lines) == 1
-    one.proxy.stop(0)
-    assert " | lost (user turn)" in one.log.lines[1] and len(one.proxy.metrics.recent) == 2
 
 
 def test_explain_what_kvproxy_moved_is_not_the_clients_fault(rig: MakeRig) -> None:
@@ -10726,6 +10712,7 @@ def test_server_too_many_requests_at_a_time(rig: MakeRig) -> None:
         peer = made.raw(data)
         answer = peer.response("GET")
         assert answer.status == 503 and int(answer.get("Retry-After") or 0) > 0
+        assert answer.get("Content-Length") == str(len(answer.body))
         assert "MAX_CONNECTIONS" in relay_error(answer)
         assert peer.ended()
     ended.set()
@@ -10794,27 +10781,6 @@ def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> 
     relay_alive(made)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
-def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
-    """accept() fails again and again while the connection waits: there is a pause each time, and
-    then it is served."""
-    made = rig()
-    calls = [0]
-    accept = socketserver.TCPServer.get_request
-
-    def failing(server: Any) -> Any:
-        calls[0] += 1
-        if calls[0] <= 5:
-            raise OSError(number, "none left")
-        return accept(server)
-
-    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
-    begun = time.monotonic()
-    assert made.get("/").status == 200
-    assert time.monotonic() - begun >= 0.2
-    assert calls[0] == 6
-
-
 def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
@@ -10850,6 +10816,9 @@ def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     peer.until(b"one")
     late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     made.server.requests(3)
+    slow = made.raw(b"PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n")
+    server = made.proxy.server
+    wait_for(lambda: any(server.waiting.values()), "a body to arrive")
     stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
     stopper.start()
     assert idle.ended() and silent.ended()
@@ -10859,8 +10828,9 @@ def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     go.set()
     peer.until(b"two\n\n\r\n0\r\n\r\n")
     assert peer.ended()
-    answer = late.response("PUT")
-    assert answer.body == b"late" and answer.get("Connection") == "close"
+    slow.send(b"x\r\n0\r\n\r\n")  # its body was still arriving
+    for answer in (late.response("PUT"), slow.response("PUT")):
+        assert answer.body == b"late" and answer.get("Connection") == "close"
     stopper.join(PATIENCE)
     assert not stopper.is_alive()
 
@@ -11524,8 +11494,6 @@ def test_files_full_disk_costs_one_line(capsys: Capsys) -> None:
         log.warning("%d %s", number, "x" * 3000)
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "No space left" in told[0]
-    log.warning("%d", "no number")  # a fault of the program is no fault of the disk
-    assert "Traceback" in capsys.readouterr().err
     with contextlib.suppress(OSError):
         log.handlers[0].close()
     assert log.handlers[0].stream is None and capsys.readouterr().err == ""
@@ -11546,7 +11514,6 @@ def by_hand(monkeypatch: Patch) -> None:
 
     def run(self: kvproxy.Warmup) -> None:
         while not self.over.wait(0.01):
-            self.proxy.explain_lost()
             self.save()
 
     monkeypatch.setattr(kvproxy.Warmup, "run", run)
@@ -11593,26 +11560,25 @@ def ex_rows(path: Path) -> list[Json]:
 
 
 FILES_SECRET_PATHS = (
-    # (target as a client sends it, target in the capture)
-    ("?sig=HUSH&se=1", "?sig=***"),
-    ("?code=HUSH", "?code=***"),
-    ("?a=1&jwt=HUSH", "?a=1&jwt=***"),
-    ("?pass=HUSH&pwd=HUSH", "?pass=***"),
-    ("?X-Amz-Signature=HUSH", "?X-Amz-Signature=***"),
-    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", "?apiKey=***"),
-    ("?api%5Fkey=HUSH", "?api%5Fkey=***"),
-    ("?token=HU;SH/HUSH?HUSH=HUSH", "?token=***"),
-    ("?a=1;token=HUSH;b=2&c=3", "?a=1;token=***"),
-    (";token=HUSH", ";token=***"),
-    (";jsessionid=HUSH;v=1?key=HUSH", ";jsessionid=***"),
-    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", "?decode=1&encoding=2&compass=3&passage=4&bypass=5"),
-    ("?path=/a/b;c&max_tokens=5&author=me", "?path=/a/b;c&max_tokens=5&author=me"),
-)  # fmt: skip
+    # (target as a client sends it, whether it names a secret)
+    ("?sig=HUSH&se=1", True),
+    ("?code=HUSH", True),
+    ("?a=1&jwt=HUSH", True),
+    ("?pass=HUSH&pwd=HUSH", True),
+    ("?X-Amz-Signature=HUSH", True),
+    ("?apiKey=HUSH&apikey=HUSH&api-key=HUSH", True),
+    ("?api%5Fkey=HUSH", True),
+    ("?token=HU;SH/HUSH?HUSH=HUSH", True),
+    (";token=HUSH", True),
+    (";jsessionid=HUSH;v=1?%6Bey=HUSH", True),
+    ("?decode=1&encoding=2&compass=3&passage=4&bypass=5", False),
+    ("?path=/a/b;c&max_tokens=5&author=me", False),
+)
 
 
-@pytest.mark.parametrize(("target", "kept"), FILES_SECRET_PATHS)
+@pytest.mark.parametrize(("target", "secret"), FILES_SECRET_PATHS)
 def test_files_capture_has_no_secret_of_an_address(
-    rig: MakeRig, tmp_path: Path, target: str, kept: str
+    rig: MakeRig, tmp_path: Path, target: str, secret: bool
 ) -> None:
     """In a query, in parameters of the path, and in addresses that headers quote."""
     path = tmp_path / "capture.jsonl"
@@ -11622,9 +11588,9 @@ def test_files_capture_has_no_secret_of_an_address(
     assert one.answer(head.encode() + b"2\r\n{}\r\n0\r\n\r\n", "POST").status == 200
     one.finished(1)
     row = ex_rows(path)[0]
-    assert row["path"] == "/v1/messages" + kept
-    assert row["headers"]["Referer"] == "http://a/b" + kept
-    assert row["headers"]["X-Original-Url"] == "/c" + kept
+    assert row["path"] == "/v1/messages"
+    assert row["headers"]["Referer"] == ("***" if secret else "http://a/b" + target)
+    assert row["headers"]["X-Original-Url"] == ("***" if secret else "/c" + target)
     told = "".join(one.log.lines).encode()
     told += b"".join(one.get(page).body for page in ("/kvproxy", "/kvproxy/requests"))
     assert b"HUSH" not in path.read_bytes() + told
@@ -11703,12 +11669,6 @@ def test_files_capture_has_no_secret_of_a_body(rig: MakeRig, tmp_path: Path) -> 
     assert row["metadata"] == {"deep": [{**stars, **plain}], "secrets": "***"}
 
 
-@pytest.mark.parametrize("piece", ["a", "?a", "&", ";a", "=", "&a;", "?a=", "key="])
-def test_files_capture_address_of_any_shape_takes_linear_time(piece: str) -> None:
-    """The patterns for secrets in addresses must not backtrack."""
-    assert_linear(kvproxy.without_secrets, lambda size: piece * (size // len(piece)))
-
-
 # --- capture --------------------------------------------------------------------------------------
 
 
@@ -11728,7 +11688,7 @@ def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
     assert rows[0]["body"] == json.loads(raw) and (one.server.seen[0].body == raw) is not scrub_
     assert (rows[0]["method"], rows[0]["path"], rows[0]["status"]) == (
         "POST",
-        EX_CHAT_PATH + "?beta=true",
+        EX_CHAT_PATH,
         200,
     )
     assert rows[0]["headers"]["X-Test"] == "a" and rows[0]["time"] == pytest.approx(
@@ -11737,7 +11697,7 @@ def test_files_capture(rig: MakeRig, tmp_path: Path, scrub_: bool) -> None:
     assert (
         rows[0]["usage"]["cached"] == 10
         and rows[0]["report"]["regex_removed"] == int(scrub_)
-        and rows[0]["verdict"] == "cold"
+        and rows[0]["verdict"]["name"] == "cold"
     )
     for row, raw in zip(rows[1:], odd, strict=False):  # not what a parser makes of them
         assert row["bytes"] == len(raw) and "body" not in row
@@ -11887,7 +11847,7 @@ def test_files_secrets_are_told_nowhere(rig: MakeRig, tmp_path: Path) -> None:
     told += [line.encode() for line in one.log.lines] + [path.read_bytes()]
     assert len(one.log.lines) > 7 and all(secret.encode() not in text for text in told)
     row = ex_rows(path)[0]
-    assert row["path"] == f"{EX_CHAT_PATH}?api_key=***"
+    assert row["path"] == EX_CHAT_PATH
     assert (
         row["headers"]["X-Api-Key"] == "***"
         and row["headers"]["Content-Type"] == "application/json"
@@ -12015,9 +11975,9 @@ def test_warmup_keeps_the_most_recently_used_heads(
 
     for name in ("Ann", "Bob", "Ann"):
         use(name)
-    assert stored() == ["Bob.", "Ann."]
+    wait_for(lambda: stored() == ["Bob.", "Ann."], "the file")
     use("Cid")
-    assert stored() == ["Ann.", "Cid."]
+    wait_for(lambda: stored() == ["Ann.", "Cid."], "the file")
     assert len(one.proxy.warmup.heads) == 2
 
 
@@ -12963,7 +12923,7 @@ def test_ahead_is_off(rig: Callable[..., Rig], by_hand: None, settings: dict[str
     """`auto`, as long as nobody has seen what it would help."""
     talk = AheadTalk(rig, **settings)
     talk.ask()
-    assert talk.read() == [] and not talk.rig.proxy.warmup.talks
+    assert talk.read() == [] and not talk.rig.proxy.warmup.talk
     assert talk.logged() == []
     assert "ahead" not in talk.rig.get("/kvproxy").body.decode().split("Settings")[0]
 
@@ -13004,7 +12964,7 @@ def test_ahead_is_told_apart_from_requests(rig: Callable[..., Rig], by_hand: Non
         and len(proxy.metrics.window) == 1
     )
     (line,) = talk.logged()
-    assert re.fullmatch(r"read ahead \| agent/1 \| [\d.]+ s \| tokens read: 1,400 of 2,000", line)
+    assert re.fullmatch(r"read ahead \| [\d.]+ s \| tokens read: 1,400 of 2,000", line)
     page = talk.rig.get("/kvproxy").body.decode()
     assert "<dt>read ahead</dt><dd>agent/1</dd>" in page and "<dd>1,400</dd>" in page
     assert "\nkvproxy_idle_tokens_total 1400\n" in talk.rig.get("/kvproxy/metrics").body.decode()
@@ -13063,7 +13023,7 @@ def test_ahead_given_up_after_two_wrong_predictions(rig: Callable[..., Rig], by_
     talk.say("And now?", headers="User-Agent: agent/1\r\n")
     ahead_wrong(talk, 2)
     assert len(talk.read()) == 4
-    wrong = "read ahead | agent/1 sent another prompt than was predicted"
+    wrong = "read ahead | agent/1 sent another prompt"
     assert talk.logged().count(wrong) == 3
     assert "read ahead" not in talk.rig.get("/kvproxy").body.decode()
     talk.body = opening("chat", "A new talk.")
@@ -13089,6 +13049,8 @@ def test_ahead_auto_begins_when_it_would_have_helped(
     def script(link: Link, seen: Seen) -> None:
         if seen.target == "/v1/models":
             return link.reply({"data": [{"id": "m", "owned_by": owner}]})
+        if seen.target == "/props" and owner == "vllm":
+            return link.reply({}, 404)
         llama(link, seen)
 
     one = rig(script, log_level="info")
@@ -13232,20 +13194,20 @@ def test_ahead_ends_with_the_proxy(rig: Callable[..., Rig]) -> None:
 def test_ahead_memory_is_bounded(
     rig: Callable[..., Rig], by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many conversations are remembered, and no prompt or answer that is very long."""
+    """The newest conversation is remembered, and no prompt or answer that is very long."""
     talk = AheadTalk(rig)
     warmup = talk.rig.proxy.warmup
-    for number in range(kvproxy.TALKS + 3):
+    for number in range(3):
         talk.body = opening("chat", f"Talk {number}.")
         talk.ask()
-    assert len(warmup.talks) == kvproxy.TALKS
-    warmup.talks.clear()
+    assert "Talk 2." in warmup.talk.view.turns[-1].text() and len(talk.read()) == 1
+    warmup.talk = None
     monkeypatch.setattr(kvproxy, "AHEAD_BYTES", 50_000)
     talk.answer = "a long answer " * 5000
     talk.ask()
     talk.answer, talk.body = "ok", opening("chat", "a long prompt " * 5000)
     talk.ask()
-    assert not warmup.talks
+    assert not warmup.talk
 
 
 def test_ahead_that_fails_is_not_tried_again(
@@ -13363,9 +13325,13 @@ def test_status_time_saved() -> None:
     metrics.count(unedited)
     assert metrics.counts["saved_seconds_total", ""] == pytest.approx((990 + 490) * 2 / 1000)
     timed = ex_done(0, 3000, "cold")
-    metrics.count(timed)  # no prompt_ms: nothing is known of its time
+    # no prompt_ms (Anthropic): the first event tells
+    timed.stream, timed.sent, timed.begun = True, 10.0, 24.0
+    metrics.count(timed)
     metrics.count(ex_done(1000, 1000))
-    assert metrics.counts["saved_seconds_total", ""] == pytest.approx((1990 + 490) * 2 / 1000)
+    assert metrics.counts["saved_seconds_total", ""] == pytest.approx(
+        (990 + 490) * 2 / 1000 + 1000 * 16 / 4000
+    )
 
 
 def test_status_time_saved_through_the_proxy(rig: MakeRig) -> None:
@@ -16184,9 +16150,9 @@ def thinking_agent(mark: str, turns: int, title: bool = False) -> list[dict[str,
 
 def ahead_is_read(proxy: Proxy) -> bool:
     """Whether the server has read what is due, as far as its answer can be told."""
-    talks = list(proxy.warmup.talks.values())
-    read = all(one.read_at and (one.usage.prompt or one.answer) for one in talks)
-    return read and proxy.warmup.prefill is None
+    talk = proxy.warmup.talk
+    read = talk is None or (talk.read_at and (talk.usage.prompt or talk.answer))
+    return bool(read) and proxy.warmup.prefill is None
 
 
 @pytest.mark.parametrize(
