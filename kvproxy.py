@@ -6,19 +6,18 @@
 # dependencies = []
 # ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
-their prompts. One file, standard library only. Copy it anywhere and run it (--help shows more):
+their prompts. One file, standard library only. Run it (--help shows more):
 
     python kvproxy.py demo                                 see what it does; needs no server
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
-A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
-write ids, clocks and moving blocks near the front, so that a local model reads tens of thousands of
-tokens again on every turn. kvproxy forwards what begins with what the server has already read:
+The cache reuses a prompt only up to the first byte that differs from the last one. So kvproxy
+forwards prompts that begin with what the server has already read:
 
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
 
-The sections stand in that order. To use it from a program (importing starts nothing):
+The sections stand in that order. To use it from a program:
 
     from kvproxy import Config, Proxy, scrub
     with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
@@ -82,12 +81,12 @@ Json = dict[str, Any]
 
 
 # ==================================================================================================
-# Configuration: one dataclass feeds the environment, --help and the check of values
+# Configuration: one dataclass
 # ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting cannot have this value; the message says what is allowed."""
+    """The message says what is allowed."""
 
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
@@ -97,8 +96,8 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; its environment variable has the same name in upper case. Raises ConfigError.
-    Examples: Config(listen_port=1235), Config.from_env(os.environ)."""
+    """Every setting; its environment variable has the same name in upper case. Raises
+    ConfigError."""
 
     listen_host: str = setting("127.0.0.1", "0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
@@ -164,7 +163,7 @@ class Config:
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
         """(variable, default, meaning) of every setting, for --help and the README."""
-        rows: list[tuple[str, str, str]] = []
+        rows = []
         for item in dataclasses.fields(cls):
             default: Any = "" if item.default == () else item.default
             shown = default if isinstance(default, str) else f"{default:g}"
@@ -181,14 +180,14 @@ _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 
 def setting_of(variable: str) -> dataclasses.Field[Any] | None:
-    """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
+    """The setting that an environment variable is for: NAME; for a pattern also NAME_2, ..."""
     match = re.fullmatch("([A-Z_]+?)(_[0-9]+)?", variable)
     item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
     return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that are most likely meant to be a setting."""
+    """(variable, setting) of variables that are most likely meant as one."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
@@ -198,7 +197,7 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
-    """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
+    """A setting's value, which may come as text. Raises an error that tells what is allowed."""
     kind: Any = type(item.default)
     allowed = item.metadata["allowed"]
     if kind is bool and str(value).lower() in _ON + _OFF:
@@ -279,8 +278,8 @@ class Slot(NamedTuple):
 
     def set(self, text: Any) -> None:
         """Replace it, and forget what was known of the turn."""
-        self.holder[self.key], turn = text, self.turn
-        turn.raw = turn.said = turn.told = None
+        self.holder[self.key] = text
+        self.turn.raw = self.turn.said = self.turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -299,7 +298,7 @@ class Turn:
         """A copy that may be edited; for text beside the list, with parts that may be edited."""
         item = dict(self.item) if self.item is not None else self.holder
         if isinstance(content := item.get(self.key), list):
-            item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
+            item[self.key] = [copy.copy(part) for part in content]
         return self if self.item is None else Turn(self.role, item, self.key, item)
 
     def json(self) -> bytes:
@@ -443,9 +442,14 @@ class Reader:
     use from many threads."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0  # bytes that the turns take
-        self.known: dict[bytes, list[tuple[bytes, Turn]]] = {}  # by their first 160 bytes
+        self.limit = limit  # bytes that the turns may take
         self.beside: tuple[bytes, Json] = b"", {}  # what stood beside the last turns
+        self.forget()
+
+    def forget(self) -> None:
+        self.size = 0
+        self.known: dict[bytes, list[tuple[bytes, Turn]]] = {}  # by their first 160 bytes
+        self.followers: dict[Turn | None, tuple[bytes, bytes, Turn]] = {}  # by the turn in front
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body. Raises Unreadable."""
@@ -455,23 +459,28 @@ class Reader:
 
     def read(self, raw: bytes, dialect: Dialect) -> View:
         """The view of a body, turn by turn. Raises ValueError where that does not work out."""
-        key, turns, more = dialect.turns, list[Turn](), True
+        key, turns, before, more = dialect.turns, list[Turn](), None, True
         start = re.search(LIST_START % key.encode(), raw)
         if start is None or not dialect.edited or len(raw) > PARSE_LIMIT:
             raise ValueError
         at = start.end()
         while more:
-            for item, turn in self.known.get(raw[at : at + 160], ()):
-                if raw.startswith(item, at):
-                    turns.append(turn)
+            while follower := self.followers.get(before):
+                item, border, turn = follower
+                if not raw.startswith(item, at) or not raw.startswith(border, at + len(item)):
                     break
-            else:
-                item, turn = self.parse_turn(raw, at)
                 turns.append(turn)
-            border = ITEM_END.match(raw, at + len(item))
-            if border is None or len(turns) > LIMITS["turns"]:
+                before = turn
+                at += len(item) + len(border) - 1
+            item, turn = self.turn_at(raw, at)
+            turns.append(turn)
+            end = ITEM_END.match(raw, at + len(item))
+            if end is None or len(turns) > LIMITS["turns"]:
                 raise ValueError
-            at, more = border.end(), bool(border[1])
+            more = bool(end[1])
+            if more:
+                self.followers[before] = item, raw[at + len(item) : end.end() + 1], turn
+            before, at = turn, end.end()
         rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
@@ -481,8 +490,13 @@ class Reader:
             raise ValueError
         return dataclasses.replace(view_of({**body, key: []}, dialect), turns=turns)
 
-    def parse_turn(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
+    def turn_at(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
         """The turn that begins at `at`, behind its bytes. Raises ValueError."""
+        start = raw[at : at + 160]
+        same_start = self.known.get(start, [])
+        for item, turn in same_start:
+            if raw.startswith(item, at):
+                return item, turn
         for size in (1 << 12, 1 << 15, 1 << 18, 1 << 21, PARSE_LIMIT):  # most are short
             text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
             with suppress(ValueError):
@@ -490,14 +504,15 @@ class Reader:
                 break
         else:
             raise ValueError
-        turn, item, start = turn_of(parsed), text[:end].encode(), raw[at : at + 160]
+        turn, item = turn_of(parsed), text[:end].encode()
         turn.raw = item
         cost = 1500 + 3 * len(item)  # bytes, roughly
-        if cost <= self.limit:
-            if self.size + cost > self.limit:  # a full memory starts anew: one slow request
-                self.known, self.size = {}, 0
-            self.known[start] = [(item, turn), *self.known.get(start, ())][:8]
-            self.size += cost
+        if cost > self.limit:
+            raise ValueError
+        if self.size + cost > self.limit:  # a full memory starts anew: one slow request
+            self.forget()
+        self.size += cost
+        self.known[start] = [(item, turn), *same_start[:7]]
         return item, turn
 
 
@@ -610,7 +625,7 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n*")
 
 def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
     """Members of OpenClaw's inbound object."""
-    blocks = INBOUND.finditer(text)
+    blocks = INBOUND.finditer(text) if '"openclaw.inbound_meta.' in text else ()
     return [one.span() for block in blocks for one in pattern.finditer(text, *block.span())]
 
 
@@ -638,22 +653,30 @@ class Scrubber:
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
         users = self.patterns or self.user_ids or stamps
         for turn in view.head + view.turns:
-            if turn.role == "system" or (turn.role == "user" and users):
-                edited, before = turn.own(), report.edits()
-                said = turn.role == "system"  # else what follows a person's words was pasted
-                for slot in edited.slots():
-                    text = slot.get()
-                    rest = self.strip_system(text, report) if turn.role == "system" else text
-                    if not said:
-                        rest, said = self.strip_decorations(text, stamps, report)
-                    for pattern in self.patterns:
-                        whole, rest = rest, pattern.sub("", rest)
-                        report.regex_removed += rest != whole
-                    if rest != text:
-                        slot.set(rest)
-                if report.edits() > before:
-                    report.items_modified += 1
-                    put_back(view, turn, edited)
+            if turn.role != "system" and not (turn.role == "user" and users):
+                continue
+            texts = [slot.get() for slot in turn.slots()]
+            stripped = self.strip(turn.role, texts, stamps, report)
+            if stripped != texts:
+                report.items_modified += 1
+                edited = turn.own()
+                for slot, text in zip(edited.slots(), stripped, strict=True):
+                    slot.set(text)
+                put_back(view, turn, edited)
+
+    def strip(self, role: str, texts: list[str], stamps: bool, report: Report) -> list[str]:
+        """The texts of a turn without what the rules take out."""
+        stripped, decorated = list[str](), True  # what follows a person's words was pasted
+        for text in texts:
+            if role == "system":
+                text = self.strip_system(text, report)
+            elif decorated:
+                text, decorated = self.strip_decorations(text, stamps, report)
+            for pattern in self.patterns:
+                whole, text = text, pattern.sub("", text)
+                report.regex_removed += text != whole
+            stripped.append(text)
+        return stripped
 
     def strip_system(self, text: str, report: Report) -> str:
         if self.billing:
@@ -664,8 +687,7 @@ class Scrubber:
         return without(text, ids)
 
     def strip_decorations(self, text: str, stamps: bool, report: Report) -> tuple[str, bool]:
-        """A user text without ids and stamp in what stands before its words, and whether it has
-        words."""
+        """A user text without ids and stamp in front of its words, and whether it has no words."""
         spans, at = list[Span](), 0
         leads, end = lead(text)
         for kind, block in leads:
@@ -676,11 +698,11 @@ class Scrubber:
                 report.msg_ids_removed += len(ids)
                 spans += ids
             elif kind == "stamp" and stamps:
-                behind = at + (text[at : at + 1] == " ")
-                if not PASTED.match(text, behind):
+                at += text[at : at + 1] == " "
+                if not PASTED.match(text, at):
                     report.ts_removed += 1
-                    spans.append((start, behind))
-        return without(text, spans), text[end:].strip() != ""
+                    spans.append((start, at))
+        return without(text, spans), not text[end:].strip()
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
