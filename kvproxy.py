@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
+if sys.version_info < (3, 10):  # noqa: UP036 - older ones can parse the file
+    sys.exit("kvproxy needs Python 3.10 or newer. Try: uv run kvproxy.py")
 
 import codecs
 import collections
@@ -96,8 +96,7 @@ def setting(default: Any, help: str, *allowed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; its environment variable has the same name in upper case. Raises
-    ConfigError."""
+    """Every setting; its environment variable is its name in upper case. Raises ConfigError."""
 
     listen_host: str = setting("127.0.0.1", "0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
@@ -106,9 +105,7 @@ class Config:
     strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
     strip_timestamps: str = setting("auto", "drop its stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header")
-    strip_regex: tuple[str, ...] = setting(
-        (), "cut out of system and user; more: STRIP_REGEX_2, ..."
-    )
+    strip_regex: tuple[str, ...] = setting((), "cut out of system, user; more: STRIP_REGEX_2, ...")
     system_first: bool = setting(True, "one system text, at the front")
     lift: bool = setting(True, "move what varies from system to the newest turn")
     learn: bool = setting(True, "find what varies by comparing requests")
@@ -140,7 +137,7 @@ class Config:
             value = getattr(self, item.name)
             try:
                 object.__setattr__(self, item.name, _checked(item, value))
-            except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
+            except Exception as error:  # of re and int() as well
                 raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
@@ -226,13 +223,11 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
 
 
 # ==================================================================================================
-# Dialects: four request shapes, one view (an ordered list of turns)
+# Dialects: four request shapes, one view
 # ==================================================================================================
 
 
 class Dialect(NamedTuple):
-    """The shape of a request."""
-
     name: str
     system: str  # key of the system text, if any
     turns: str  # key of the list
@@ -252,8 +247,8 @@ DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a type may be unhashable
-THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
-UNSAID_PARTS = TEXT_PARTS + THOUGHT_PARTS
+UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking", "reasoning", "reasoning_text",
+                "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= dict.fromkeys(("function_call", "custom_tool_call"), "assistant")  # Responses items
 ROLES |= dict.fromkeys(("function", "function_call_output", "custom_tool_call_output"), "tool")
@@ -267,7 +262,7 @@ def dialect_of(path: str) -> tuple[Dialect | None, bool]:
 
 
 class Slot(NamedTuple):
-    """A place in a turn that holds one text."""
+    """Where a turn holds a text."""
 
     turn: Turn
     holder: Any
@@ -277,32 +272,31 @@ class Slot(NamedTuple):
         return self.holder[self.key]  # type: ignore[no-any-return]
 
     def set(self, text: Any) -> None:
-        """Replace it, and forget what was known of the turn."""
+        """Replace it, and forget what is known of the turn."""
         self.holder[self.key] = text
         self.turn.raw = self.turn.said = self.turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt. Requests share turns: edit own() copies only."""
+    """One entry of a prompt. Requests share turns: only an own() copy may be edited."""
 
     role: str  # one of ROLES, or other
     holder: Json
     key: str  # holder[key] is the content
     item: Json | None  # the entry of the list; None for text beside the list
-    raw: bytes | None = None  # see json()
+    raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
     said: Said | None = None  # for Replay
     told: str | None = None  # for the ledger
 
     def own(self) -> Turn:
-        """A copy that may be edited; for text beside the list, with parts that may be edited."""
+        """A copy to edit; of text beside the list, the turn itself with parts to edit."""
         item = dict(self.item) if self.item is not None else self.holder
         if isinstance(content := item.get(self.key), list):
             item[self.key] = [copy.copy(part) for part in content]
         return self if self.item is None else Turn(self.role, item, self.key, item)
 
     def json(self) -> bytes:
-        """The item as JSON: as it came, if nobody changed it."""
         if self.raw is None:
             self.raw = dump(self.item)
         return self.raw
@@ -324,7 +318,7 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns."""
+    """A body as turns."""
 
     body: Json  # as it came
     dialect: Dialect
@@ -337,7 +331,6 @@ class View:
         return next(later, len(self.turns))
 
     def system(self) -> list[Turn]:
-        """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
 
     def dump(self) -> bytes:
@@ -350,7 +343,7 @@ class View:
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of the list; an Anthropic user message of tool results has role tool."""
+    """A turn from an entry of the list. An Anthropic user message of results has role tool."""
     role = ROLES.get(str(item.get("role", item.get("type"))), "other")  # it may be unhashable
     parts = listed(item.get("content"))
     check_limit("parts of a turn", len(parts))
@@ -373,8 +366,8 @@ def view_of(body: Any, dialect: Dialect) -> View:
     elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
         turns = [turn_of(item) for item in items]
     else:
-        turns = None
-    if turns is None or not all(turn.slots() for turn in head):
+        raise Unreadable("unknown shape")
+    if not all(turn.slots() for turn in head):
         raise Unreadable("unknown shape")
     return View(body, dialect, head, turns)
 
@@ -387,7 +380,7 @@ def goes_on_elsewhere(view: View) -> bool:
 
 
 class Unreadable(ValueError):
-    """The message says why a body is forwarded as it came."""
+    """Why a body is forwarded as it came."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -407,10 +400,13 @@ _strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes; no model reads so much
+HOLE = uuid.uuid4().hex  # stands in a body for its turns; nobody can have written it
+LIST_START = rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=\{)'
+ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
 
 
 def parse(raw: bytes | bytearray) -> Json:
-    """The JSON object in `raw`. Raises Unreadable if it could not be written again as it means."""
+    """The JSON object in `raw`. Raises Unreadable unless it can be written again as it means."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable("longer than 32 MB")
     try:
@@ -428,13 +424,8 @@ def dump(body: Any) -> bytes:
 
 
 def bare(part: Json) -> Json:
-    """A content part, item or tool without what llama-server does not read."""
+    """A part, item or tool without what llama-server does not read."""
     return {key: value for key, value in part.items() if key != "cache_control"}
-
-
-HOLE = uuid.uuid4().hex  # stands in a body for its turns; nobody can have written it
-LIST_START = rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=\{)'
-ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
 
 
 class Reader:
@@ -448,8 +439,8 @@ class Reader:
 
     def forget(self) -> None:
         self.size = 0
-        self.known: dict[bytes, list[tuple[bytes, Turn]]] = {}  # by their first 160 bytes
-        self.followers: dict[Turn | None, tuple[bytes, bytes, Turn]] = {}  # by the turn in front
+        self.known: dict[bytes, Turn] = {}  # by their first 160 bytes
+        self.followers: dict[Turn | None, tuple[bytes, Turn]] = {}  # by the turn in front
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body. Raises Unreadable."""
@@ -466,21 +457,21 @@ class Reader:
         at = start.end()
         while more:
             while follower := self.followers.get(before):
-                item, border, turn = follower
-                if not raw.startswith(item, at) or not raw.startswith(border, at + len(item)):
+                comma, turn = follower
+                expected = turn.json() + comma
+                if not raw.startswith(expected, at):
                     break
                 turns.append(turn)
-                before = turn
-                at += len(item) + len(border) - 1
-            item, turn = self.turn_at(raw, at)
+                before, at = turn, at + len(expected)
+            turn = self.turn_at(raw, at)
             turns.append(turn)
-            end = ITEM_END.match(raw, at + len(item))
-            if end is None or len(turns) > LIMITS["turns"]:
+            border = ITEM_END.match(raw, at + len(turn.json()))
+            if border is None or len(turns) > LIMITS["turns"]:
                 raise ValueError
-            more = bool(end[1])
+            more = bool(border[1])
             if more:
-                self.followers[before] = item, raw[at + len(item) : end.end() + 1], turn
-            before, at = turn, end.end()
+                self.followers[before] = border[0], turn
+            before, at = turn, border.end()
         rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
@@ -490,13 +481,14 @@ class Reader:
             raise ValueError
         return dataclasses.replace(view_of({**body, key: []}, dialect), turns=turns)
 
-    def turn_at(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
-        """The turn that begins at `at`, behind its bytes. Raises ValueError."""
+    def turn_at(self, raw: bytes, at: int) -> Turn:
+        """The turn that begins at a place. Raises ValueError."""
         start = raw[at : at + 160]
-        same_start = self.known.get(start, [])
-        for item, turn in same_start:
-            if raw.startswith(item, at):
-                return item, turn
+        known = self.known.get(start)
+        if known and raw.startswith(known.json(), at):
+            return known
+        if not start.startswith(b"{"):
+            raise ValueError
         for size in (1 << 12, 1 << 15, 1 << 18, 1 << 21, PARSE_LIMIT):  # most are short
             text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
             with suppress(ValueError):
@@ -504,21 +496,21 @@ class Reader:
                 break
         else:
             raise ValueError
-        turn, item = turn_of(parsed), text[:end].encode()
-        turn.raw = item
-        cost = 1500 + 3 * len(item)  # bytes, roughly
+        turn = turn_of(parsed)
+        turn.raw = text[:end].encode()
+        cost = 1500 + 3 * len(turn.raw)  # bytes, roughly
         if cost > self.limit:
             raise ValueError
         if self.size + cost > self.limit:  # a full memory starts anew: one slow request
             self.forget()
         self.size += cost
-        self.known[start] = [(item, turn), *same_start[:7]]
-        return item, turn
+        self.known[start] = turn
+        return turn
 
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request; `note` says why a body was left alone."""
+    """What was done to a request; `note` says why it was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -539,10 +531,12 @@ class Report:
 
 
 # ==================================================================================================
-# Scrub: rules that take out what never helps the model
+# Scrub: take out what never helps the model
 # ==================================================================================================
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
+LONG_PROMPT = 2000  # characters of system text: less is read again in no time
+Span = tuple[int, int]  # from the first character to the one behind the last
 
 
 def check_limit(what: str, count: int) -> None:
@@ -551,11 +545,8 @@ def check_limit(what: str, count: int) -> None:
         raise Unreadable(f"too many {what}")
 
 
-Span = tuple[int, int]  # from the first character to the one behind the last
-
-
 def without(text: str, spans: list[Span]) -> str:
-    """A text without some parts of it; those may overlap."""
+    """A text without parts of it, which may overlap."""
     kept, at = [], 0
     for start, end in sorted(spans):
         kept.append(text[at:start])
@@ -564,7 +555,7 @@ def without(text: str, spans: list[Span]) -> str:
 
 
 _ZONED = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
+_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is a person's words
     r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
     r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
@@ -592,11 +583,16 @@ TAILS = (  # decorations behind it
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
+)
+PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person pasted a log
 TAIL_LINE = re.compile(r"\[(?:message_id|media attached): [^\]\n]*\]\Z|Runtime: agent=.* \| ")
 
 
 def lead(text: str) -> tuple[list[tuple[str, str]], int]:
-    """The decorations at the start of a user text (kind, text), and where they end."""
+    """The decorations (kind, text) at the start of a user text, and where they end."""
     found: list[tuple[str, str]] = []
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
@@ -624,21 +620,11 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n*")
 
 
 def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
-    """Members of OpenClaw's inbound object."""
     blocks = INBOUND.finditer(text) if '"openclaw.inbound_meta.' in text else ()
     return [one.span() for block in blocks for one in pattern.finditer(text, *block.span())]
 
 
-OPENCLAW = re.compile(  # what only its system prompt says
-    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
-)
-PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person pasted a log
-
-
 class Scrubber:
-    """The rules that a configuration switches on."""
-
     def __init__(self, config: Config) -> None:
         ids, stamps = config.strip_message_ids, config.strip_timestamps
         self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
@@ -713,7 +699,7 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 
 
 def put_back(view: View, turn: Turn, edited: Turn) -> None:
-    """Put an edited turn in its place; one of the system prompt without empty texts."""
+    """Put an edited turn in its place; a system message without empty texts."""
     content = edited.holder.get(edited.key)
     parts = content if isinstance(content, list) else [content]
     said = [str(members(part).get("text", part)).strip() for part in parts]
@@ -728,11 +714,7 @@ def put_back(view: View, turn: Turn, edited: Turn) -> None:
         del view.body[turn.key]
 
 
-LONG_PROMPT = 2000  # characters of system text: less is read again in no time
-
-
 def reminder(text: str) -> str:
-    """A text as clients tell the model more than the user says."""
     escaped = text.strip().replace("</system-reminder", "&lt;/system-reminder")
     return f"<system-reminder>\n{escaped}\n</system-reminder>"
 
@@ -744,9 +726,8 @@ def pays(view: View) -> bool:
 
 
 def system_first(view: View, report: Report) -> None:
-    """One system text, at the front: templates such as Qwen's refuse others ("System message must
-    be at the beginning"). What may be said for one turn only becomes a reminder in the user turn
-    beside it, or behind the results of a call."""
+    """One system text, at the front: templates such as Qwen's refuse others. What may be said for
+    one turn only becomes a reminder in the user turn beside it, or behind the results of a call."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
@@ -778,27 +759,22 @@ def system_first(view: View, report: Report) -> None:
 
 
 def for_the_front(view: View) -> list[Turn]:
-    """The turns that make the system text: leading ones, but no short ones behind a long prompt,
-    and the first later one if it is known to stay and no answer came before."""
-    front = view.system()
+    """The turns that make the system text: leading ones, no short ones behind a long prompt, and
+    the first later one if it is known to stay and no answer came before."""
+    front, later = view.system(), view.turns[view.leading() :]
     if pays(view):
-        long = [turn for turn in front[1:] if len(turn.text()) >= LONG_PROMPT or stays(turn)]
-        front = front[:1] + long
-    for turn in view.turns[view.leading() :]:
-        if turn.role == "system" and stays(turn):
-            return [*front, turn]
-        if turn.role in ("system", "assistant", "tool"):
-            break
-    return front
+        front[1:] = [turn for turn in front[1:] if len(turn.text()) >= LONG_PROMPT or stays(turn)]
+    said = [turn for turn in later if turn.role in ("system", "assistant", "tool")]
+    return front + [turn for turn in said[:1] if stays(turn)]
 
 
 def stays(turn: Turn) -> bool:
-    """Whether a system message is known to stay: Claude Code's second one."""
-    return turn.text().startswith("# Environment\n")
+    """Whether it is known to stay in the prompt: Claude Code's second system message."""
+    return turn.role == "system" and turn.text().startswith("# Environment\n")
 
 
 def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
-    """Say what system messages say in the user turn behind them, or before them, or a new one."""
+    """Say what system messages say in the user turn behind or before them, or in a new one."""
     text = "\n\n".join([reminder(one.text()) for one in systems])
     slots = turn.slots() if turn and turn.role == "user" else []
     item = (before[-1].item if before else None) or {}
@@ -816,22 +792,20 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. A
-    body of unknown shape comes back equal, with `report.note` set. `dialect` is chat, responses,
-    messages or completions; without it the body's shape decides. Raises ValueError for others.
-
-        body, report = scrub(body, Config(strip_message_ids="1"))"""
+    """A scrubbed copy of a request body, and what was removed. One of unknown shape comes back
+    equal, with `report.note` set. `dialect` is chat, responses, messages or completions; without it
+    the body's shape decides. Raises ValueError for others."""
     config, report = config or Config(), Report()
     rows = {row.name: row for row in DIALECTS.values()}
-    name, keys = dialect or "completions", members(payload)
+    keys = members(payload)
     if dialect is None and "messages" in keys:
-        name = "messages" if "system" in keys else "chat"
-    elif dialect is None and "input" in keys:
-        name = "responses"
-    if name not in rows:
+        dialect = "messages" if "system" in keys else "chat"
+    elif dialect is None:
+        dialect = "responses" if "input" in keys else "completions"
+    if dialect not in rows:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(rows)}")
     try:
-        view = view_of(copy.deepcopy(payload), rows[name])
+        view = view_of(copy.deepcopy(payload), rows[dialect])
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:

@@ -1885,8 +1885,8 @@ def test_dialects_reader_memory_is_bounded() -> None:
     assert read("a", "b") == known
     for number in range(40):
         read(f"{number}" + "x" * 5000, "end")
-        kept = [raw for alike in reader.known.values() for raw, _ in alike]
-        assert sum(1500 + 3 * len(raw) for raw in kept) <= reader.size <= reader.limit
+        kept = {*reader.known.values(), *(turn for _, turn in reader.followers.values())}
+        assert sum(1500 + 3 * len(turn.json()) for turn in kept) <= reader.size <= reader.limit
     assert reader.known
 
 
