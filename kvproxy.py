@@ -12,16 +12,10 @@ their prompts. One file, standard library only. Run it (--help shows more):
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
 The cache reuses a prompt only up to the first byte that differs from the last one. So kvproxy
-forwards prompts that begin with what the server has already read:
+forwards prompts that begin with what the server has already read. Its sections:
 
     client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
                                                               usage -> explain -> log, page
-
-The sections stand in that order. To use it from a program:
-
-    from kvproxy import Config, Proxy, scrub
-    with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
-        print(proxy.url)
 """
 
 from __future__ import annotations
@@ -90,7 +84,7 @@ class ConfigError(ValueError):
 
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
-    """A Config field. `allowed`: some words, or the least and the largest number."""
+    """A Config field. `allowed`: words, or the least and the largest number."""
     return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
@@ -137,7 +131,7 @@ class Config:
             value = getattr(self, item.name)
             try:
                 object.__setattr__(self, item.name, _checked(item, value))
-            except Exception as error:  # of re and int() as well
+            except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
@@ -148,7 +142,7 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """The settings found in `environ`; an empty value counts as unset."""
+        """Those set in `environ`; an empty value counts as unset."""
         values: dict[str, Any] = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
@@ -159,7 +153,7 @@ class Config:
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
-        """(variable, default, meaning) of every setting, for --help and the README."""
+        """(variable, default, meaning) of each, for --help and the README."""
         rows = []
         for item in dataclasses.fields(cls):
             default: Any = "" if item.default == () else item.default
@@ -177,14 +171,14 @@ _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 
 def setting_of(variable: str) -> dataclasses.Field[Any] | None:
-    """The setting that an environment variable is for: NAME; for a pattern also NAME_2, ..."""
+    """The setting of an environment variable: NAME; for a pattern also NAME_2, ..."""
     match = re.fullmatch("([A-Z_]+?)(_[0-9]+)?", variable)
     item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
     return item if item and match and (not match[2] or item.default == ()) else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that are most likely meant as one."""
+    """(variable, setting) where a setting was most likely meant."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
@@ -194,7 +188,7 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
-    """A setting's value, which may come as text. Raises an error that tells what is allowed."""
+    """A setting's value, which may come as text. The error tells what is allowed."""
     kind: Any = type(item.default)
     allowed = item.metadata["allowed"]
     if kind is bool and str(value).lower() in _ON + _OFF:
@@ -246,7 +240,7 @@ DIALECTS = {
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
-TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a type may be unhashable
+TEXT_PARTS = ("text", "input_text", "output_text")
 UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking", "reasoning", "reasoning_text",
                 "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
@@ -256,7 +250,7 @@ ROLES["developer"] = "system"
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
-    """The dialect of a request path, and whether that only counts tokens."""
+    """A path's dialect, and whether it only counts tokens."""
     found = DIALECT_PATH.fullmatch(path.split("?", 1)[0])
     return (DIALECTS[found[1]], bool(found[2])) if found else (None, False)
 
@@ -269,10 +263,9 @@ class Slot(NamedTuple):
     key: Any
 
     def get(self) -> str:
-        return self.holder[self.key]  # type: ignore[no-any-return]
+        return str(self.holder[self.key])
 
     def set(self, text: Any) -> None:
-        """Replace it, and forget what is known of the turn."""
         self.holder[self.key] = text
         self.turn.raw = self.turn.said = self.turn.told = None
 
@@ -326,7 +319,7 @@ class View:
     turns: list[Turn]  # entries of the list
 
     def leading(self) -> int:
-        """How many turns at the start of the list are system messages."""
+        """How many system messages the list begins with."""
         later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
         return next(later, len(self.turns))
 
@@ -334,7 +327,7 @@ class View:
         return self.head + self.turns[: self.leading()]
 
     def dump(self) -> bytes:
-        """The body as JSON, with the turns that nobody changed in the bytes they came in."""
+        """As JSON, with the turns that nobody changed in the bytes they came in."""
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
@@ -343,8 +336,8 @@ class View:
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of the list. An Anthropic user message of results has role tool."""
-    role = ROLES.get(str(item.get("role", item.get("type"))), "other")  # it may be unhashable
+    """A turn of an item. An Anthropic user message of tool results has role tool."""
+    role = ROLES.get(str(item.get("role", item.get("type"))), "other")
     parts = listed(item.get("content"))
     check_limit("parts of a turn", len(parts))
     if role == "user" and parts:
@@ -355,7 +348,7 @@ def turn_of(item: Json) -> Turn:
 
 
 def view_of(body: Any, dialect: Dialect) -> View:
-    """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
+    """The view of a parsed body. Raises Unreadable for an unknown shape."""
     body = members(body)
     items, beside = body.get(dialect.turns), dialect.system and body.get(dialect.system)
     head = [Turn("system", body, dialect.system, None)] if beside else []
@@ -395,8 +388,7 @@ def _finite(text: str) -> float:
     return number
 
 
-_FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
-_strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
+_strict = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes; no model reads so much
@@ -406,7 +398,7 @@ ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
 
 
 def parse(raw: bytes | bytearray) -> Json:
-    """The JSON object in `raw`. Raises Unreadable unless it can be written again as it means."""
+    """A JSON object. Raises Unreadable if it could not be written again as it means."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable("longer than 32 MB")
     try:
@@ -424,13 +416,12 @@ def dump(body: Any) -> bytes:
 
 
 def bare(part: Json) -> Json:
-    """A part, item or tool without what llama-server does not read."""
+    """Without what llama-server does not read."""
     return {key: value for key, value in part.items() if key != "cache_control"}
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its history again. Safe to
-    use from many threads."""
+    """Makes views of bodies, and remembers turns: each request brings its history again."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # bytes that the turns may take
@@ -449,13 +440,13 @@ class Reader:
         return view_of(parse(raw), dialect)
 
     def read(self, raw: bytes, dialect: Dialect) -> View:
-        """The view of a body, turn by turn. Raises ValueError where that does not work out."""
-        key, turns, before, more = dialect.turns, list[Turn](), None, True
+        """The view of a body, turn by turn. Raises ValueError where that is not possible."""
+        key, turns, before = dialect.turns, list[Turn](), None
         start = re.search(LIST_START % key.encode(), raw)
         if start is None or not dialect.edited or len(raw) > PARSE_LIMIT:
             raise ValueError
         at = start.end()
-        while more:
+        while True:
             while follower := self.followers.get(before):
                 comma, turn = follower
                 expected = turn.json() + comma
@@ -468,10 +459,11 @@ class Reader:
             border = ITEM_END.match(raw, at + len(turn.json()))
             if border is None or len(turns) > LIMITS["turns"]:
                 raise ValueError
-            more = bool(border[1])
-            if more:
-                self.followers[before] = border[0], turn
-            before, at = turn, border.end()
+            at = border.end()
+            if not border[1]:
+                break
+            self.followers[before] = border[0], turn
+            before = turn
         rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
@@ -535,8 +527,8 @@ class Report:
 # ==================================================================================================
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
-LONG_PROMPT = 2000  # characters of system text: less is read again in no time
-Span = tuple[int, int]  # from the first character to the one behind the last
+LONG_PROMPT = 2000  # characters: less is read again in no time
+Span = tuple[int, int]  # start and end
 
 
 def check_limit(what: str, count: int) -> None:
@@ -555,7 +547,7 @@ def without(text: str, spans: list[Span]) -> str:
 
 
 _ZONED = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is a person's words
+_CHANNEL = (  # "[Meeting Thu 2026-05-07 ..." is a person's words
     r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
     r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
@@ -564,7 +556,7 @@ _STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_DAYTIME}{_ZONED}\](?: |(?=
 _TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-LEADS = (  # decorations in front of a user text: (kind, how it begins, how it ends)
+LEADS = (  # in front of a user text: kind, how it begins, how it ends
     ("stamp", _STAMP, ""),
     ("block", rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
     ("context", _CONTEXT, r"\n(?:\n|\Z)"),
@@ -578,7 +570,7 @@ LEADS = (  # decorations in front of a user text: (kind, how it begins, how it e
     ("environment", "<environment_(?:context|details)>", "</environment_(?:context|details)>"),
 )
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
-TAILS = (  # decorations behind it
+TAILS = (  # behind it
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
@@ -654,23 +646,20 @@ class Scrubber:
         """The texts of a turn without what the rules take out."""
         stripped, decorated = list[str](), True  # what follows a person's words was pasted
         for text in texts:
-            if role == "system":
-                text = self.strip_system(text, report)
-            elif decorated:
+            if role == "system" and self.billing:
+                text, count = BILLING.subn("", text)
+                report.billing_removed += count
+            if role == "system" and self.system_ids:
+                ids = inbound_members(text, IDS)
+                report.msg_ids_removed += len(ids)
+                text = without(text, ids)
+            if role == "user" and decorated:
                 text, decorated = self.strip_decorations(text, stamps, report)
             for pattern in self.patterns:
                 whole, text = text, pattern.sub("", text)
                 report.regex_removed += text != whole
             stripped.append(text)
         return stripped
-
-    def strip_system(self, text: str, report: Report) -> str:
-        if self.billing:
-            text, count = BILLING.subn("", text)
-            report.billing_removed += count
-        ids = inbound_members(text, IDS) if self.system_ids else []
-        report.msg_ids_removed += len(ids)
-        return without(text, ids)
 
     def strip_decorations(self, text: str, stamps: bool, report: Report) -> tuple[str, bool]:
         """A user text without ids and stamp in front of its words, and whether it has no words."""
@@ -705,7 +694,7 @@ def put_back(view: View, turn: Turn, edited: Turn) -> None:
     said = [str(members(part).get("text", part)).strip() for part in parts]
     kept = [part for part, text in zip(parts, said, strict=True) if text or turn.role == "user"]
     if kept and parts is content:
-        Slot(edited, edited.holder, edited.key).set(kept)
+        edited.holder[edited.key] = kept
     if turn.item is not None:
         place = view.turns.index(turn)
         view.turns[place : place + 1] = [edited] if kept or len(view.turns) == 1 else []
@@ -720,7 +709,7 @@ def reminder(text: str) -> str:
 
 
 def pays(view: View) -> bool:
-    """Whether a request's front is long enough to care for."""
+    """Whether its front is long enough to care for."""
     size = sum([len(turn.text()) for turn in view.system()])
     return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
@@ -731,9 +720,9 @@ def system_first(view: View, report: Report) -> None:
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
         return  # in order
-    named = any((turn.item or {}).get("name") or other_content(turn) for turn in systems)
-    if named or not all(turn.slots() for turn in view.head + systems):
-        return  # examples, or an unknown shape
+    for turn in view.head + systems:
+        if (turn.item or {}).get("name") or other_content(turn) or not turn.slots():
+            return  # an example, or an unknown shape
     front, kept, waiting = for_the_front(view), list[Turn](), list[Turn]()
     staying = set(front)
     report.system_moved += len(systems) - (view.turns[0].role == "system" and not view.head)
@@ -776,15 +765,13 @@ def stays(turn: Turn) -> bool:
 def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
     """Say what system messages say in the user turn behind or before them, or in a new one."""
     text = "\n\n".join([reminder(one.text()) for one in systems])
-    slots = turn.slots() if turn and turn.role == "user" else []
-    item = (before[-1].item if before else None) or {}
-    content = item.get("content") if item.get("role") == "user" else None
-    if slots:
-        slots[0].set(text + "\n\n" + slots[0].get())
-    elif isinstance(content, (str, list)):
-        part = {"type": view.dialect.text, "text": text}
-        more = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
-        before[-1] = turn_of({**item, "content": more})
+    if turn and turn.role == "user" and turn.slots():
+        slot = turn.slots()[0]
+        slot.set(f"{text}\n\n{slot.get()}")
+    elif before and before[-1].role == "user" and before[-1].slots():
+        before[-1] = before[-1].own()
+        slot = before[-1].slots()[-1]
+        slot.set(f"{slot.get()}\n\n{text}")
     else:
         before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
 
@@ -4982,7 +4969,7 @@ class LogReader:
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes."""
         try:
-            row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
+            row = members(_strict.decode(raw.decode())) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
             return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
