@@ -12,10 +12,7 @@ their prompts. One file, standard library only. Run it (--help shows more):
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
 The cache reuses a prompt only up to the first byte that differs from the last one. So kvproxy
-forwards prompts that begin with what the server has already read. Its sections:
-
-    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
-                                                              usage -> explain -> log, page
+forwards prompts that begin with what the server has already read.
 """
 
 from __future__ import annotations
@@ -50,6 +47,7 @@ import shutil
 import signal
 import socket
 import socketserver
+import ssl
 import struct
 import textwrap
 import threading
@@ -61,13 +59,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, cast
 
-try:
-    import ssl
-except ImportError:  # a Python that was built without it: http backends only
-    AGAIN: tuple[type[OSError], ...] = (BlockingIOError,)
-else:
-    AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
+AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 __version__ = "2.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 
@@ -135,9 +127,9 @@ class Config:
                 raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
-        hosts = {url.hostname or "", self.listen_host.lower()}
-        here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
-        if port == self.listen_port and (here or len(hosts) == 1):
+        hosts = {url.hostname, self.listen_host.lower()}
+        local = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
+        if port == self.listen_port and (local or len(hosts) == 1):
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: own address; set LISTEN_PORT")
 
     @classmethod
@@ -172,9 +164,8 @@ _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 def setting_of(variable: str) -> dataclasses.Field[Any] | None:
     """The setting of an environment variable: NAME; for a pattern also NAME_2, ..."""
-    match = re.fullmatch("([A-Z_]+?)(_[0-9]+)?", variable)
-    item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
-    return item if item and match and (not match[2] or item.default == ()) else None
+    name = re.sub(r"(?<=_REGEX)_[0-9]+\Z", "", variable)
+    return Config.__dataclass_fields__.get(name.lower()) if name.isupper() else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -241,8 +232,6 @@ DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
-UNSAID_PARTS = (*TEXT_PARTS, "thinking", "redacted_thinking", "reasoning", "reasoning_text",
-                "summary_text")  # fmt: skip
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= dict.fromkeys(("function_call", "custom_tool_call"), "assistant")  # Responses items
 ROLES |= dict.fromkeys(("function", "function_call_output", "custom_tool_call_output"), "tool")
@@ -279,8 +268,8 @@ class Turn:
     key: str  # holder[key] is the content
     item: Json | None  # the entry of the list; None for text beside the list
     raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
-    said: Said | None = None  # for Replay
-    told: str | None = None  # for the ledger
+    said: Said | None = None
+    told: str | None = None
 
     def own(self) -> Turn:
         """A copy to edit; of text beside the list, the turn itself with parts to edit."""
@@ -352,10 +341,9 @@ def view_of(body: Any, dialect: Dialect) -> View:
     body = members(body)
     items, beside = body.get(dialect.turns), dialect.system and body.get(dialect.system)
     head = [Turn("system", body, dialect.system, None)] if beside else []
-    if isinstance(items, str) and dialect.turns != "messages":
+    prompt = isinstance(items, list) and dialect.turns == "prompt"
+    if prompt or (isinstance(items, str) and dialect.turns != "messages"):
         turns = [Turn("user", body, dialect.turns, None)]
-    elif isinstance(items, list) and dialect.turns == "prompt":
-        turns = [Turn("other", body, "prompt", None)]
     elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
         turns = [turn_of(item) for item in items]
     else:
@@ -618,8 +606,8 @@ def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
 
 class Scrubber:
     def __init__(self, config: Config) -> None:
-        ids, stamps = config.strip_message_ids, config.strip_timestamps
-        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
+        self.billing, self.ids = config.strip_billing, config.strip_message_ids
+        stamps = config.strip_timestamps
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
@@ -629,7 +617,7 @@ class Scrubber:
         check_limit("turns", len(view.turns))
         check_limit("tools", len(listed(view.body.get("tools"))))
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
-        users = self.patterns or self.user_ids or stamps
+        users = self.patterns or self.ids == "1" or stamps
         for turn in view.head + view.turns:
             if turn.role != "system" and not (turn.role == "user" and users):
                 continue
@@ -649,7 +637,7 @@ class Scrubber:
             if role == "system" and self.billing:
                 text, count = BILLING.subn("", text)
                 report.billing_removed += count
-            if role == "system" and self.system_ids:
+            if role == "system" and self.ids != "0":
                 ids = inbound_members(text, IDS)
                 report.msg_ids_removed += len(ids)
                 text = without(text, ids)
@@ -668,7 +656,7 @@ class Scrubber:
         for kind, block in leads:
             start = text.index(block, at)
             at = start + len(block)
-            if kind == "block" and self.user_ids:
+            if kind == "block" and self.ids == "1":
                 ids = [one.span() for one in IDS.finditer(text, start, at)]
                 report.msg_ids_removed += len(ids)
                 spans += ids
@@ -690,7 +678,7 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 def put_back(view: View, turn: Turn, edited: Turn) -> None:
     """Put an edited turn in its place; a system message without empty texts."""
     content = edited.holder.get(edited.key)
-    parts = content if isinstance(content, list) else [content]
+    parts = listed(content) or [content]
     said = [str(members(part).get("text", part)).strip() for part in parts]
     kept = [part for part, text in zip(parts, said, strict=True) if text or turn.role == "user"]
     if kept and parts is content:
@@ -733,11 +721,11 @@ def system_first(view: View, report: Report) -> None:
         result = turn.role == "tool" and kept and kept[-1].role in ("assistant", "tool")
         if waiting and not result:
             turn = turn.own()
-            remind(view, waiting, kept, turn)
+            remind(waiting, kept, turn)
             waiting = []
         kept.append(turn)
     if waiting:
-        remind(view, waiting, kept)
+        remind(waiting, kept)
     if front:
         first = front[0].own()
         last = first.slots()[-1]
@@ -762,7 +750,7 @@ def stays(turn: Turn) -> bool:
     return turn.role == "system" and turn.text().startswith("# Environment\n")
 
 
-def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
+def remind(systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
     """Say what system messages say in the user turn behind or before them, or in a new one."""
     text = "\n\n".join([reminder(one.text()) for one in systems])
     if turn and turn.role == "user" and turn.slots():
@@ -779,12 +767,10 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed. One of unknown shape comes back
-    equal, with `report.note` set. `dialect` is chat, responses, messages or completions; without it
-    the body's shape decides. Raises ValueError for others."""
-    config, report = config or Config(), Report()
+    """A scrubbed copy of a request body, and what was removed; `report.note` says why it is equal.
+    `dialect`: chat, responses, messages or completions; without it the body's shape decides."""
+    config, report, keys = config or Config(), Report(), members(payload)
     rows = {row.name: row for row in DIALECTS.values()}
-    keys = members(payload)
     if dialect is None and "messages" in keys:
         dialect = "messages" if "system" in keys else "chat"
     elif dialect is None:
@@ -2077,6 +2063,7 @@ def listed(value: Any) -> list[Any]:
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
+UNSAID_PARTS = (*TEXT_PARTS, *REASONING_PARTS, "summary_text")
 # What the server reads of an item, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
