@@ -6,7 +6,7 @@
 # dependencies = []
 # ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
-their prompts. One file, standard library only. Run it (--help shows more):
+their prompts. Run it (--help shows more):
 
     python kvproxy.py demo                                 see what it does; needs no server
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036 - older ones can parse the file
+if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("kvproxy needs Python 3.10 or newer. Try: uv run kvproxy.py")
 
 import codecs
@@ -102,7 +102,7 @@ class Config:
     ledger_mb: int = setting(64, "MB for prompts to compare with", 1, 65536)
     keep_requests: int = setting(50, "requests on the status page", 0, 10000)
     warn_reuse: float = setting(0.5, "warn below this hit rate of 20 requests", 0, 1)
-    capture_file: str = setting("", "append requests to this file (no secrets)")
+    capture_file: str = setting("", "append requests to it, no secrets")
     capture_mb: int = setting(100, "MB at which it is rotated", 1, 1000000)
     warmup_file: str = setting("", "remember heads here for the next start")
     warmup_heads: int = setting(4, "how many heads", 1, 64)
@@ -116,7 +116,7 @@ class Config:
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more Host names, between commas")
     log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to it; unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -134,7 +134,7 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """Those set in `environ`; an empty value counts as unset."""
+        """An empty value counts as unset."""
         values: dict[str, Any] = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
@@ -216,18 +216,16 @@ class Dialect(NamedTuple):
     name: str
     system: str  # key of the system text, if any
     turns: str  # key of the list
-    text: str  # type of a text part
     edited: bool
 
 
 DIALECTS = {
-    "chat/completions": Dialect("chat", "", "messages", "text", True),
-    "responses": Dialect("responses", "instructions", "input", "input_text", True),
-    "messages": Dialect("messages", "system", "messages", "text", True),
-    "completions": Dialect("completions", "", "prompt", "", False),
-    "completion": Dialect("completions", "", "prompt", "", False),
+    "chat/completions": Dialect("chat", "", "messages", True),
+    "responses": Dialect("responses", "instructions", "input", True),
+    "messages": Dialect("messages", "system", "messages", True),
+    "completions": Dialect("completions", "", "prompt", False),
+    "completion": Dialect("completions", "", "prompt", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) only count.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
@@ -266,7 +264,7 @@ class Turn:
     role: str  # one of ROLES, or other
     holder: Json
     key: str  # holder[key] is the content
-    item: Json | None  # the entry of the list; None for text beside the list
+    item: Json | None  # None for text beside the list
     raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
     said: Said | None = None
     told: str | None = None
@@ -284,7 +282,7 @@ class Turn:
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, not tool calls and their results."""
+        """What a person or the client wrote, not calls and their results."""
         content = self.holder.get(self.key)
         found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
         for index, part in enumerate(listed(content)):
@@ -300,12 +298,10 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A body as turns."""
-
-    body: Json  # as it came
+    body: Json
     dialect: Dialect
     head: list[Turn]  # system text beside the list
-    turns: list[Turn]  # entries of the list
+    turns: list[Turn]
 
     def leading(self) -> int:
         """How many system messages the list begins with."""
@@ -329,9 +325,9 @@ def turn_of(item: Json) -> Turn:
     role = ROLES.get(str(item.get("role", item.get("type"))), "other")
     parts = listed(item.get("content"))
     check_limit("parts of a turn", len(parts))
-    if role == "user" and parts:
-        results = all(members(part).get("type") == "tool_result" for part in parts)
-        role = "tool" if results else role
+    types = {str(members(part).get("type")) for part in parts}
+    if role == "user" and types == {"tool_result"}:
+        role = "tool"
     key = "output" if "output" in item and "content" not in item else "content"
     return Turn(role, item, key, item)
 
@@ -379,10 +375,10 @@ def _finite(text: str) -> float:
 _strict = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-PARSE_LIMIT = 32 << 20  # bytes; no model reads so much
-HOLE = uuid.uuid4().hex  # stands in a body for its turns; nobody can have written it
-LIST_START = rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=\{)'
-ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
+PARSE_LIMIT = 32 << 20  # bytes
+HOLE = uuid.uuid4().hex  # stands for a body's turns; nobody can have written it
+LIST_START = rb'"%s":\s*\[\s*'
+ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
 
 def parse(raw: bytes | bytearray) -> Json:
@@ -409,7 +405,7 @@ def bare(part: Json) -> Json:
 
 
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its history again."""
+    """Reads bodies, and remembers turns: each request brings its history again."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # bytes that the turns may take
@@ -428,7 +424,7 @@ class Reader:
         return view_of(parse(raw), dialect)
 
     def read(self, raw: bytes, dialect: Dialect) -> View:
-        """The view of a body, turn by turn. Raises ValueError where that is not possible."""
+        """Turn by turn. Raises ValueError where that is not possible."""
         key, turns, before = dialect.turns, list[Turn](), None
         start = re.search(LIST_START % key.encode(), raw)
         if start is None or not dialect.edited or len(raw) > PARSE_LIMIT:
@@ -469,7 +465,7 @@ class Reader:
             return known
         if not start.startswith(b"{"):
             raise ValueError
-        for size in (1 << 12, 1 << 15, 1 << 18, 1 << 21, PARSE_LIMIT):  # most are short
+        for size in (1 << 13, 1 << 17, 1 << 21, PARSE_LIMIT):  # most are short
             text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
             with suppress(ValueError):
                 parsed, end = _strict.raw_decode(text)
@@ -544,7 +540,7 @@ _STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_DAYTIME}{_ZONED}\](?: |(?=
 _TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-LEADS = (  # in front of a user text: kind, how it begins, how it ends
+LEADS = (  # in front of a user text: kind, beginning, end
     ("stamp", _STAMP, ""),
     ("block", rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
     ("context", _CONTEXT, r"\n(?:\n|\Z)"),
@@ -578,8 +574,8 @@ def lead(text: str) -> tuple[list[tuple[str, str]], int]:
     while opening := LEAD.match(text, at):
         kind, _, ending = LEADS[(opening.lastindex or 1) - 1]
         closing = re.compile(rf"(?:{ending})\n*").search(text, opening.end())
-        if closing is None or (kind == "stamp" and any(one == kind for one, _ in found)):
-            break  # a second stamp was typed by the person
+        if closing is None or (kind == "stamp" and kind in dict(found)):
+            break  # the person typed a second stamp
         found.append((kind, text[at : closing.end()].strip()))
         check_limit("decorations of a text", len(found))
         at = closing.end()
@@ -614,7 +610,7 @@ class Scrubber:
     def apply(self, view: View, report: Report) -> None:
         """Edit a view, in place. Raises Unreadable."""
         report.items = len(view.turns)
-        check_limit("turns", len(view.turns))
+        check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
         users = self.patterns or self.ids == "1" or stamps
@@ -634,14 +630,13 @@ class Scrubber:
         """The texts of a turn without what the rules take out."""
         stripped, decorated = list[str](), True  # what follows a person's words was pasted
         for text in texts:
-            if role == "system" and self.billing:
-                text, count = BILLING.subn("", text)
-                report.billing_removed += count
-            if role == "system" and self.ids != "0":
-                ids = inbound_members(text, IDS)
+            if role == "system":
+                text, headers = BILLING.subn("", text) if self.billing else (text, 0)
+                ids = inbound_members(text, IDS) if self.ids != "0" else []
+                report.billing_removed += headers
                 report.msg_ids_removed += len(ids)
                 text = without(text, ids)
-            if role == "user" and decorated:
+            elif decorated:
                 text, decorated = self.strip_decorations(text, stamps, report)
             for pattern in self.patterns:
                 whole, text = text, pattern.sub("", text)
@@ -704,10 +699,10 @@ def pays(view: View) -> bool:
 
 def system_first(view: View, report: Report) -> None:
     """One system text, at the front: templates such as Qwen's refuse others. What may be said for
-    one turn only becomes a reminder in the user turn beside it, or behind the results of a call."""
+    one turn only becomes a reminder in the user turn beside it, or behind a call's results."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
-        return  # in order
+        return
     for turn in view.head + systems:
         if (turn.item or {}).get("name") or other_content(turn) or not turn.slots():
             return  # an example, or an unknown shape
@@ -746,7 +741,7 @@ def for_the_front(view: View) -> list[Turn]:
 
 
 def stays(turn: Turn) -> bool:
-    """Whether it is known to stay in the prompt: Claude Code's second system message."""
+    """Whether it is known to stay: Claude Code's second system message."""
     return turn.role == "system" and turn.text().startswith("# Environment\n")
 
 
@@ -1743,7 +1738,8 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
     if not slots:
-        part = {"type": view.dialect.text, "text": text}
+        kind = "input_text" if view.dialect.name == "responses" else "text"
+        part = {"type": kind, "text": text}
         Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
         return
     told = "\n".join([block for _, block in unit.blocks])
