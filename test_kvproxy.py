@@ -1633,7 +1633,9 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
             f'[{{"type":"tool_result","content":{deep}}}]',
         ):
             exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
-            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            exchange.received = exchange.forwarded = (
+                f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            )
             sys.setrecursionlimit(frames + 160)  # small bodies will do
             try:
                 proxy.prepare(exchange)
