@@ -6,31 +6,21 @@
 # dependencies = []
 # ///
 """kvproxy: makes llama-server's prefix cache hit for agents that put clocks and ids in front of
-their prompts. One file, standard library only. Copy it anywhere and run it (--help shows more):
+their prompts. Run it (--help shows more):
 
     python kvproxy.py demo                                 see what it does; needs no server
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
-A prefix cache reuses a prompt only up to the first byte that differs from the last one. Agents
-write ids, clocks and moving blocks near the front, so that a local model reads tens of thousands of
-tokens again on every turn. kvproxy forwards what begins with what the server has already read:
-
-    client -> read -> parse -> scrub -> lift -> replay -> forward -> relay -> client
-                                                              usage -> explain -> log, page
-
-The sections stand in that order. To use it from a program (importing starts nothing):
-
-    from kvproxy import Config, Proxy, scrub
-    with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy:
-        print(proxy.url)
+The cache reuses a prompt only up to the first byte that differs from the last one. So kvproxy
+forwards prompts that begin with what the server has already read.
 """
 
 from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036 - all of the file parses in 3.8, to tell this
-    sys.exit("kvproxy needs Python 3.10 or newer. Try python3.12, or: uv run kvproxy.py")
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit("kvproxy needs Python 3.10 or newer. Try: uv run kvproxy.py")
 
 import codecs
 import collections
@@ -56,6 +46,7 @@ import shutil
 import signal
 import socket
 import socketserver
+import ssl
 import struct
 import textwrap
 import threading
@@ -67,13 +58,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, cast
 
-try:
-    import ssl
-except ImportError:  # a Python that was built without it: http backends only
-    AGAIN: tuple[type[OSError], ...] = (BlockingIOError,)
-else:
-    AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
+AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 __version__ = "2.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 
@@ -81,23 +66,22 @@ Json = dict[str, Any]
 
 
 # ==================================================================================================
-# Configuration: one dataclass feeds the environment, --help and the check of values
+# Configuration: one dataclass
 # ==================================================================================================
 
 
 class ConfigError(ValueError):
-    """A setting cannot have this value; the message says what is allowed."""
+    """The message says what is allowed."""
 
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
-    """A Config field. `allowed`: some words, or the least and the largest number."""
+    """A Config field. `allowed`: words, or the least and the largest number."""
     return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting; its environment variable has the same name in upper case. Raises ConfigError.
-    Examples: Config(listen_port=1235), Config.from_env(os.environ)."""
+    """Every setting; its environment variable is its name in upper case. Raises ConfigError."""
 
     listen_host: str = setting("127.0.0.1", "0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
@@ -106,9 +90,7 @@ class Config:
     strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
     strip_timestamps: str = setting("auto", "drop its stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header")
-    strip_regex: tuple[str, ...] = setting(
-        (), "cut out of system and user; more: STRIP_REGEX_2, ..."
-    )
+    strip_regex: tuple[str, ...] = setting((), "cut out of system, user; more: STRIP_REGEX_2, ...")
     system_first: bool = setting(True, "one system text, at the front")
     lift: bool = setting(True, "move what varies from system to the newest turn")
     learn: bool = setting(True, "find what varies by comparing requests")
@@ -119,7 +101,7 @@ class Config:
     ledger_mb: int = setting(64, "MB for prompts to compare with", 1, 65536)
     keep_requests: int = setting(50, "requests on the status page", 0, 10000)
     warn_reuse: float = setting(0.5, "warn below this hit rate of 20 requests", 0, 1)
-    capture_file: str = setting("", "append requests to this file (no secrets)")
+    capture_file: str = setting("", "append requests to it, no secrets")
     capture_mb: int = setting(100, "MB at which it is rotated", 1, 1000000)
     warmup_file: str = setting("", "remember heads here for the next start")
     warmup_heads: int = setting(4, "how many heads", 1, 64)
@@ -133,7 +115,7 @@ class Config:
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more Host names, between commas")
     log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
-    log_file: str = setting("", "append the log to this file; unset: stderr")
+    log_file: str = setting("", "append the log to it; unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -144,14 +126,14 @@ class Config:
                 raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
         url = urllib.parse.urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
-        hosts = {url.hostname or "", self.listen_host.lower()}
-        here = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
-        if port == self.listen_port and (here or len(hosts) == 1):
+        hosts = {url.hostname, self.listen_host.lower()}
+        local = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
+        if port == self.listen_port and (local or len(hosts) == 1):
             raise ConfigError(f"BACKEND_URL={self.backend_url!r}: own address; set LISTEN_PORT")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """The settings found in `environ`; an empty value counts as unset."""
+        """An empty value counts as unset."""
         values: dict[str, Any] = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
@@ -162,8 +144,8 @@ class Config:
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
-        """(variable, default, meaning) of every setting, for --help and the README."""
-        rows: list[tuple[str, str, str]] = []
+        """(variable, default, meaning) of each, for --help and the README."""
+        rows = []
         for item in dataclasses.fields(cls):
             default: Any = "" if item.default == () else item.default
             shown = default if isinstance(default, str) else f"{default:g}"
@@ -180,14 +162,13 @@ _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 
 def setting_of(variable: str) -> dataclasses.Field[Any] | None:
-    """The setting that an environment variable is for: NAME, or of a pattern NAME_2, NAME_3, ..."""
-    match = re.fullmatch("([A-Z_]+?)(_[0-9]+)?", variable)
-    item = Config.__dataclass_fields__.get(match[1].lower()) if match else None
-    return item if item and match and (not match[2] or item.default == ()) else None
+    """The setting of an environment variable: NAME; for a pattern also NAME_2, ..."""
+    name = re.sub(r"(?<=_REGEX)_[0-9]+\Z", "", variable)
+    return Config.__dataclass_fields__.get(name.lower()) if name.isupper() else None
 
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(variable, setting) of variables that are most likely meant to be a setting."""
+    """(variable, setting) where a setting was most likely meant."""
     names = [item.name.upper() for item in dataclasses.fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
@@ -197,7 +178,7 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
-    """A setting's value, which may be given as text. Raises an error that tells what is allowed."""
+    """A setting's value, which may come as text. The error tells what is allowed."""
     kind: Any = type(item.default)
     allowed = item.metadata["allowed"]
     if kind is bool and str(value).lower() in _ON + _OFF:
@@ -226,34 +207,28 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
 
 
 # ==================================================================================================
-# Dialects: four request shapes, one view (an ordered list of turns)
+# Dialects: four request shapes, one view
 # ==================================================================================================
 
 
 class Dialect(NamedTuple):
-    """The shape of a request."""
-
     name: str
     system: str  # key of the system text, if any
     turns: str  # key of the list
-    text: str  # type of a text part
     edited: bool
 
 
 DIALECTS = {
-    "chat/completions": Dialect("chat", "", "messages", "text", True),
-    "responses": Dialect("responses", "instructions", "input", "input_text", True),
-    "messages": Dialect("messages", "system", "messages", "text", True),
-    "completions": Dialect("completions", "", "prompt", "", False),
-    "completion": Dialect("completions", "", "prompt", "", False),
+    "chat/completions": Dialect("chat", "", "messages", True),
+    "responses": Dialect("responses", "instructions", "input", True),
+    "messages": Dialect("messages", "system", "messages", True),
+    "completions": Dialect("completions", "", "prompt", False),
+    "completion": Dialect("completions", "", "prompt", False),
 }
-# count_tokens (Anthropic) and input_tokens (llama-server) only count.
 DIALECT_PATH = re.compile(
     r"/(?:v1/)?(chat/completions|responses|messages|completions?)(/(?:count|input)_tokens)?/?"
 )
-TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a type may be unhashable
-THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
-UNSAID_PARTS = TEXT_PARTS + THOUGHT_PARTS
+TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = {role: role for role in ("system", "user", "assistant", "tool", "reasoning")}
 ROLES |= dict.fromkeys(("function_call", "custom_tool_call"), "assistant")  # Responses items
 ROLES |= dict.fromkeys(("function", "function_call_output", "custom_tool_call_output"), "tool")
@@ -261,54 +236,52 @@ ROLES["developer"] = "system"
 
 
 def dialect_of(path: str) -> tuple[Dialect | None, bool]:
-    """The dialect of a request path, and whether that only counts tokens."""
+    """A path's dialect, and whether it only counts tokens."""
     found = DIALECT_PATH.fullmatch(path.split("?", 1)[0])
     return (DIALECTS[found[1]], bool(found[2])) if found else (None, False)
 
 
 class Slot(NamedTuple):
-    """A place in a turn that holds one text."""
+    """Where a turn holds a text."""
 
     turn: Turn
     holder: Any
     key: Any
 
     def get(self) -> str:
-        return self.holder[self.key]  # type: ignore[no-any-return]
+        return str(self.holder[self.key])
 
     def set(self, text: Any) -> None:
-        """Replace it, and forget what was known of the turn."""
-        self.holder[self.key], turn = text, self.turn
-        turn.raw = turn.said = turn.told = None
+        self.holder[self.key] = text
+        self.turn.raw = self.turn.said = self.turn.told = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Turn:
-    """One entry of a prompt. Requests share turns: edit own() copies only."""
+    """One entry of a prompt. Requests share turns: only an own() copy may be edited."""
 
     role: str  # one of ROLES, or other
     holder: Json
     key: str  # holder[key] is the content
-    item: Json | None  # the entry of the list; None for text beside the list
-    raw: bytes | None = None  # see json()
-    said: Said | None = None  # for Replay
-    told: str | None = None  # for the ledger
+    item: Json | None  # None for text beside the list
+    raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
+    said: Said | None = None
+    told: str | None = None
 
     def own(self) -> Turn:
-        """A copy that may be edited; for text beside the list, with parts that may be edited."""
+        """A copy to edit; of text beside the list, the turn itself with parts to edit."""
         item = dict(self.item) if self.item is not None else self.holder
         if isinstance(content := item.get(self.key), list):
-            item[self.key] = [dict(part) if isinstance(part, dict) else part for part in content]
+            item[self.key] = [copy.copy(part) for part in content]
         return self if self.item is None else Turn(self.role, item, self.key, item)
 
     def json(self) -> bytes:
-        """The item as JSON: as it came, if nobody changed it."""
         if self.raw is None:
             self.raw = dump(self.item)
         return self.raw
 
     def slots(self) -> list[Slot]:
-        """The texts that a person or the client wrote, not tool calls and their results."""
+        """What a person or the client wrote, not calls and their results."""
         content = self.holder.get(self.key)
         found = [Slot(self, self.holder, self.key)] if isinstance(content, str) else []
         for index, part in enumerate(listed(content)):
@@ -324,24 +297,21 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """A request body as turns."""
-
-    body: Json  # as it came
+    body: Json
     dialect: Dialect
     head: list[Turn]  # system text beside the list
-    turns: list[Turn]  # entries of the list
+    turns: list[Turn]
 
     def leading(self) -> int:
-        """How many turns at the start of the list are system messages."""
+        """How many system messages the list begins with."""
         later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
         return next(later, len(self.turns))
 
     def system(self) -> list[Turn]:
-        """The turns that make the system prompt."""
         return self.head + self.turns[: self.leading()]
 
     def dump(self) -> bytes:
-        """The body as JSON, with the turns that nobody changed in the bytes they came in."""
+        """As JSON, with the turns that nobody changed in the bytes they came in."""
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
@@ -350,31 +320,30 @@ class View:
 
 
 def turn_of(item: Json) -> Turn:
-    """A turn from an entry of the list; an Anthropic user message of tool results has role tool."""
-    role = ROLES.get(str(item.get("role", item.get("type"))), "other")  # it may be unhashable
+    """A turn of an item. An Anthropic user message of tool results has role tool."""
+    role = ROLES.get(str(item.get("role", item.get("type"))), "other")
     parts = listed(item.get("content"))
     check_limit("parts of a turn", len(parts))
-    if role == "user" and parts:
-        results = all(members(part).get("type") == "tool_result" for part in parts)
-        role = "tool" if results else role
+    types = {str(members(part).get("type")) for part in parts}
+    if role == "user" and types == {"tool_result"}:
+        role = "tool"
     key = "output" if "output" in item and "content" not in item else "content"
     return Turn(role, item, key, item)
 
 
 def view_of(body: Any, dialect: Dialect) -> View:
-    """The view of a parsed body. Raises Unreadable when its shape is not the dialect's."""
+    """The view of a parsed body. Raises Unreadable for an unknown shape."""
     body = members(body)
     items, beside = body.get(dialect.turns), dialect.system and body.get(dialect.system)
     head = [Turn("system", body, dialect.system, None)] if beside else []
-    if isinstance(items, str) and dialect.turns != "messages":
+    prompt = isinstance(items, list) and dialect.turns == "prompt"
+    if prompt or (isinstance(items, str) and dialect.turns != "messages"):
         turns = [Turn("user", body, dialect.turns, None)]
-    elif isinstance(items, list) and dialect.turns == "prompt":
-        turns = [Turn("other", body, "prompt", None)]
     elif isinstance(items, list) and all(isinstance(item, dict) for item in items):
         turns = [turn_of(item) for item in items]
     else:
-        turns = None
-    if turns is None or not all(turn.slots() for turn in head):
+        raise Unreadable("unknown shape")
+    if not all(turn.slots() for turn in head):
         raise Unreadable("unknown shape")
     return View(body, dialect, head, turns)
 
@@ -387,7 +356,7 @@ def goes_on_elsewhere(view: View) -> bool:
 
 
 class Unreadable(ValueError):
-    """The message says why a body is forwarded as it came."""
+    """Why a body is forwarded as it came."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Json:
@@ -402,15 +371,17 @@ def _finite(text: str) -> float:
     return number
 
 
-_FINITE: Json = {"parse_float": _finite, "parse_constant": _finite}
-_strict = json.JSONDecoder(object_pairs_hook=_pairs, **_FINITE)
+_strict = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_finite)
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
-PARSE_LIMIT = 32 << 20  # bytes; no model reads so much
+PARSE_LIMIT = 32 << 20  # bytes
+HOLE = uuid.uuid4().hex  # stands for a body's turns; nobody can have written it
+LIST_START = rb'"%s":\s*\[\s*'
+ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
 
 def parse(raw: bytes | bytearray) -> Json:
-    """The JSON object in `raw`. Raises Unreadable if it could not be written again as it means."""
+    """A JSON object. Raises Unreadable if it could not be written again as it means."""
     if len(raw) > PARSE_LIMIT:
         raise Unreadable("longer than 32 MB")
     try:
@@ -428,23 +399,22 @@ def dump(body: Any) -> bytes:
 
 
 def bare(part: Json) -> Json:
-    """A content part, item or tool without what llama-server does not read."""
+    """Without what llama-server does not read."""
     return {key: value for key, value in part.items() if key != "cache_control"}
 
 
-HOLE = uuid.uuid4().hex  # stands in a body for its turns; nobody can have written it
-LIST_START = rb'"%s":[ \t\r\n]*\[[ \t\r\n]*(?=\{)'
-ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*(?=\{)|\])")
-
-
 class Reader:
-    """Makes views of bodies, and remembers turns: each request brings its history again. Safe to
-    use from many threads."""
+    """Reads bodies, and remembers turns: each request brings its history again."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0  # bytes that the turns take
-        self.known: dict[bytes, list[tuple[bytes, Turn]]] = {}  # by their first 160 bytes
+        self.limit = limit  # bytes that the turns may take
         self.beside: tuple[bytes, Json] = b"", {}  # what stood beside the last turns
+        self.forget()
+
+    def forget(self) -> None:
+        self.size = 0
+        self.known: dict[bytes, Turn] = {}  # by their first 160 bytes
+        self.followers: dict[Turn | None, tuple[bytes, Turn]] = {}  # by the turn in front
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body. Raises Unreadable."""
@@ -453,24 +423,30 @@ class Reader:
         return view_of(parse(raw), dialect)
 
     def read(self, raw: bytes, dialect: Dialect) -> View:
-        """The view of a body, turn by turn. Raises ValueError where that does not work out."""
-        key, turns, more = dialect.turns, list[Turn](), True
+        """Turn by turn. Raises ValueError where that is not possible."""
+        key, turns, before = dialect.turns, list[Turn](), None
         start = re.search(LIST_START % key.encode(), raw)
         if start is None or not dialect.edited or len(raw) > PARSE_LIMIT:
             raise ValueError
         at = start.end()
-        while more:
-            for item, turn in self.known.get(raw[at : at + 160], ()):
-                if raw.startswith(item, at):
-                    turns.append(turn)
+        while True:
+            while follower := self.followers.get(before):
+                comma, turn = follower
+                expected = turn.json() + comma
+                if not raw.startswith(expected, at):
                     break
-            else:
-                item, turn = self.parse_turn(raw, at)
                 turns.append(turn)
-            border = ITEM_END.match(raw, at + len(item))
+                before, at = turn, at + len(expected)
+            turn = self.turn_at(raw, at)
+            turns.append(turn)
+            border = ITEM_END.match(raw, at + len(turn.json()))
             if border is None or len(turns) > LIMITS["turns"]:
                 raise ValueError
-            at, more = border.end(), bool(border[1])
+            at = border.end()
+            if not border[1]:
+                break
+            self.followers[before] = border[0], turn
+            before = turn
         rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
@@ -480,29 +456,36 @@ class Reader:
             raise ValueError
         return dataclasses.replace(view_of({**body, key: []}, dialect), turns=turns)
 
-    def parse_turn(self, raw: bytes, at: int) -> tuple[bytes, Turn]:
-        """The turn that begins at `at`, behind its bytes. Raises ValueError."""
-        for size in (1 << 12, 1 << 15, 1 << 18, 1 << 21, PARSE_LIMIT):  # most are short
+    def turn_at(self, raw: bytes, at: int) -> Turn:
+        """The turn that begins at a place. Raises ValueError."""
+        start = raw[at : at + 160]
+        known = self.known.get(start)
+        if known and raw.startswith(known.json(), at):
+            return known
+        if not start.startswith(b"{"):
+            raise ValueError
+        for size in (1 << 13, 1 << 17, 1 << 21, PARSE_LIMIT):  # most are short
             text, _ = codecs.utf_8_decode(raw[at : at + size], "strict", False)
             with suppress(ValueError):
                 parsed, end = _strict.raw_decode(text)
                 break
         else:
             raise ValueError
-        turn, item, start = turn_of(parsed), text[:end].encode(), raw[at : at + 160]
-        turn.raw = item
-        cost = 1500 + 3 * len(item)  # bytes, roughly
-        if cost <= self.limit:
-            if self.size + cost > self.limit:  # a full memory starts anew: one slow request
-                self.known, self.size = {}, 0
-            self.known[start] = [(item, turn), *self.known.get(start, ())][:8]
-            self.size += cost
-        return item, turn
+        turn = turn_of(parsed)
+        turn.raw = text[:end].encode()
+        cost = 1500 + 3 * len(turn.raw)  # bytes, roughly
+        if cost > self.limit:
+            raise ValueError
+        if self.size + cost > self.limit:  # a full memory starts anew: one slow request
+            self.forget()
+        self.size += cost
+        self.known[start] = turn
+        return turn
 
 
 @dataclasses.dataclass
 class Report:
-    """What was done to one request; `note` says why a body was left alone."""
+    """What was done to a request; `note` says why it was left alone."""
 
     items: int = 0
     ts_removed: int = 0
@@ -523,10 +506,12 @@ class Report:
 
 
 # ==================================================================================================
-# Scrub: rules that take out what never helps the model
+# Scrub: take out what never helps the model
 # ==================================================================================================
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
+LONG_PROMPT = 2000  # characters: less is read again in no time
+Span = tuple[int, int]  # start and end
 
 
 def check_limit(what: str, count: int) -> None:
@@ -535,11 +520,8 @@ def check_limit(what: str, count: int) -> None:
         raise Unreadable(f"too many {what}")
 
 
-Span = tuple[int, int]  # from the first character to the one behind the last
-
-
 def without(text: str, spans: list[Span]) -> str:
-    """A text without some parts of it; those may overlap."""
+    """A text without parts of it, which may overlap."""
     kept, at = [], 0
     for start, end in sorted(spans):
         kept.append(text[at:start])
@@ -548,7 +530,7 @@ def without(text: str, spans: list[Span]) -> str:
 
 
 _ZONED = r"(?: [A-Z]{2,5}(?:[+-]\d{1,2}(?::\d\d)?)?|Z)"
-_CHANNEL = (  # begins an envelope's label; "[Meeting Thu 2026-05-07 ..." is somebody's own words
+_CHANNEL = (  # "[Meeting Thu 2026-05-07 ..." is a person's words
     r"(?:BlueBubbles|Discord|Feishu|Google ?Chat|IRC|LINE|Matrix|Mattermost|MSTeams|Teams"
     r"|Nextcloud Talk|Nostr|Signal|Slack|Telegram|Tlon|Twitch|WebChat|WhatsApp|Zalo|iMessage)"
 )
@@ -557,7 +539,7 @@ _STAMP = rf"\[(?:{_CHANNEL}(?: [^\]\n]{{1,120}})? )?{_DAYTIME}{_ZONED}\](?: |(?=
 _TRUST = r"(?: \((?:un)?trusted[^)\n]{0,100}\):|: \u27e6openclaw:ctx\u27e7)"
 _CONTEXT = r"(?:Conversation|Untrusted) context \((?:untrusted|metadata)[^\n]*\):\n(?=[^\n])"
 _INNER_END = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-LEADS = (  # decorations in front of a user text: (kind, how it begins, how it ends)
+LEADS = (  # in front of a user text: kind, beginning, end
     ("stamp", _STAMP, ""),
     ("block", rf"[A-Z][^\n:()\[\]]{{1,80}}{_TRUST} ?\n```(?:json)?\n", r"\n```(?=\n|\Z)"),
     ("context", _CONTEXT, r"\n(?:\n|\Z)"),
@@ -571,23 +553,28 @@ LEADS = (  # decorations in front of a user text: (kind, how it begins, how it e
     ("environment", "<environment_(?:context|details)>", "</environment_(?:context|details)>"),
 )
 LEAD = re.compile("|".join(f"({opening})" for _, opening, _ in LEADS))
-TAILS = (  # decorations behind it
+TAILS = (  # behind it
     ("reminder", "<system-reminder>", "</system-reminder>"),
     ("environment", "<environment_details>", "</environment_details>"),
     ("line", "\n", ""),
 )
+OPENCLAW = re.compile(  # what only its system prompt says
+    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
+    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
+)
+PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person pasted a log
 TAIL_LINE = re.compile(r"\[(?:message_id|media attached): [^\]\n]*\]\Z|Runtime: agent=.* \| ")
 
 
 def lead(text: str) -> tuple[list[tuple[str, str]], int]:
-    """The decorations at the start of a user text (kind, text), and where they end."""
+    """The decorations (kind, text) at the start of a user text, and where they end."""
     found: list[tuple[str, str]] = []
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
         kind, _, ending = LEADS[(opening.lastindex or 1) - 1]
         closing = re.compile(rf"(?:{ending})\n*").search(text, opening.end())
-        if closing is None or (kind == "stamp" and any(one == kind for one, _ in found)):
-            break  # a second stamp was typed by the person
+        if closing is None or (kind == "stamp" and kind in dict(found)):
+            break  # the person typed a second stamp
         found.append((kind, text[at : closing.end()].strip()))
         check_limit("decorations of a text", len(found))
         at = closing.end()
@@ -608,78 +595,71 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n*")
 
 
 def inbound_members(text: str, pattern: re.Pattern[str]) -> list[Span]:
-    """Members of OpenClaw's inbound object."""
-    blocks = INBOUND.finditer(text)
+    blocks = INBOUND.finditer(text) if '"openclaw.inbound_meta.' in text else ()
     return [one.span() for block in blocks for one in pattern.finditer(text, *block.span())]
 
 
-OPENCLAW = re.compile(  # what only its system prompt says
-    r'(?m)"openclaw\.inbound_meta\.|^Runtime: agent=|^<!-- /?openclaw:'
-    r"|running inside (?:OpenClaw|Clawdbot|Moltbot)\b"
-)
-PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person pasted a log
-
-
 class Scrubber:
-    """The rules that a configuration switches on."""
-
     def __init__(self, config: Config) -> None:
-        ids, stamps = config.strip_message_ids, config.strip_timestamps
-        self.billing, self.system_ids, self.user_ids = config.strip_billing, ids != "0", ids == "1"
+        self.billing, self.ids = config.strip_billing, config.strip_message_ids
+        stamps = config.strip_timestamps
         self.stamps = stamps == "1" or (stamps == "auto" and not config.replay)
         self.patterns = [re.compile(pattern) for pattern in config.strip_regex]
 
     def apply(self, view: View, report: Report) -> None:
         """Edit a view, in place. Raises Unreadable."""
         report.items = len(view.turns)
-        check_limit("turns", len(view.turns))
+        check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
-        users = self.patterns or self.user_ids or stamps
+        users = self.patterns or self.ids == "1" or stamps
         for turn in view.head + view.turns:
-            if turn.role == "system" or (turn.role == "user" and users):
-                edited, before = turn.own(), report.edits()
-                said = turn.role == "system"  # else what follows a person's words was pasted
-                for slot in edited.slots():
-                    text = slot.get()
-                    rest = self.strip_system(text, report) if turn.role == "system" else text
-                    if not said:
-                        rest, said = self.strip_decorations(text, stamps, report)
-                    for pattern in self.patterns:
-                        whole, rest = rest, pattern.sub("", rest)
-                        report.regex_removed += rest != whole
-                    if rest != text:
-                        slot.set(rest)
-                if report.edits() > before:
-                    report.items_modified += 1
-                    put_back(view, turn, edited)
+            if turn.role != "system" and not (turn.role == "user" and users):
+                continue
+            texts = [slot.get() for slot in turn.slots()]
+            stripped = self.strip(turn.role, texts, stamps, report)
+            if stripped != texts:
+                report.items_modified += 1
+                edited = turn.own()
+                for slot, text in zip(edited.slots(), stripped, strict=True):
+                    slot.set(text)
+                put_back(view, turn, edited)
 
-    def strip_system(self, text: str, report: Report) -> str:
-        if self.billing:
-            text, count = BILLING.subn("", text)
-            report.billing_removed += count
-        ids = inbound_members(text, IDS) if self.system_ids else []
-        report.msg_ids_removed += len(ids)
-        return without(text, ids)
+    def strip(self, role: str, texts: list[str], stamps: bool, report: Report) -> list[str]:
+        """The texts of a turn without what the rules take out."""
+        stripped, decorated = list[str](), True  # what follows a person's words was pasted
+        for text in texts:
+            if role == "system":
+                text, headers = BILLING.subn("", text) if self.billing else (text, 0)
+                ids = inbound_members(text, IDS) if self.ids != "0" else []
+                report.billing_removed += headers
+                report.msg_ids_removed += len(ids)
+                text = without(text, ids)
+            elif decorated:
+                text, decorated = self.strip_decorations(text, stamps, report)
+            for pattern in self.patterns:
+                whole, text = text, pattern.sub("", text)
+                report.regex_removed += text != whole
+            stripped.append(text)
+        return stripped
 
     def strip_decorations(self, text: str, stamps: bool, report: Report) -> tuple[str, bool]:
-        """A user text without ids and stamp in what stands before its words, and whether it has
-        words."""
+        """A user text without ids and stamp in front of its words, and whether it has no words."""
         spans, at = list[Span](), 0
         leads, end = lead(text)
         for kind, block in leads:
             start = text.index(block, at)
             at = start + len(block)
-            if kind == "block" and self.user_ids:
+            if kind == "block" and self.ids == "1":
                 ids = [one.span() for one in IDS.finditer(text, start, at)]
                 report.msg_ids_removed += len(ids)
                 spans += ids
             elif kind == "stamp" and stamps:
-                behind = at + (text[at : at + 1] == " ")
-                if not PASTED.match(text, behind):
+                at += text[at : at + 1] == " "
+                if not PASTED.match(text, at):
                     report.ts_removed += 1
-                    spans.append((start, behind))
-        return without(text, spans), text[end:].strip() != ""
+                    spans.append((start, at))
+        return without(text, spans), not text[end:].strip()
 
 
 def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
@@ -690,13 +670,13 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
 
 
 def put_back(view: View, turn: Turn, edited: Turn) -> None:
-    """Put an edited turn in its place; one of the system prompt without empty texts."""
+    """Put an edited turn in its place; a system message without empty texts."""
     content = edited.holder.get(edited.key)
-    parts = content if isinstance(content, list) else [content]
+    parts = listed(content) or [content]
     said = [str(members(part).get("text", part)).strip() for part in parts]
     kept = [part for part, text in zip(parts, said, strict=True) if text or turn.role == "user"]
     if kept and parts is content:
-        Slot(edited, edited.holder, edited.key).set(kept)
+        edited.holder[edited.key] = kept
     if turn.item is not None:
         place = view.turns.index(turn)
         view.turns[place : place + 1] = [edited] if kept or len(view.turns) == 1 else []
@@ -705,31 +685,26 @@ def put_back(view: View, turn: Turn, edited: Turn) -> None:
         del view.body[turn.key]
 
 
-LONG_PROMPT = 2000  # characters of system text: less is read again in no time
-
-
 def reminder(text: str) -> str:
-    """A text as clients tell the model more than the user says."""
     escaped = text.strip().replace("</system-reminder", "&lt;/system-reminder")
     return f"<system-reminder>\n{escaped}\n</system-reminder>"
 
 
 def pays(view: View) -> bool:
-    """Whether a request's front is long enough to care for."""
+    """Whether its front is long enough to care for."""
     size = sum([len(turn.text()) for turn in view.system()])
     return bool(view.body.get("tools")) or size >= LONG_PROMPT
 
 
 def system_first(view: View, report: Report) -> None:
-    """One system text, at the front: templates such as Qwen's refuse others ("System message must
-    be at the beginning"). What may be said for one turn only becomes a reminder in the user turn
-    beside it, or behind the results of a call."""
+    """One system text, at the front: templates such as Qwen's refuse others. What may be said for
+    one turn only becomes a reminder in the user turn beside it, or behind a call's results."""
     systems = [turn for turn in view.turns if turn.role == "system"]
     if not systems or (systems == view.turns[:1] and not view.head):
-        return  # in order
-    named = any((turn.item or {}).get("name") or other_content(turn) for turn in systems)
-    if named or not all(turn.slots() for turn in view.head + systems):
-        return  # examples, or an unknown shape
+        return
+    for turn in view.head + systems:
+        if (turn.item or {}).get("name") or other_content(turn) or not turn.slots():
+            return  # an example, or an unknown shape
     front, kept, waiting = for_the_front(view), list[Turn](), list[Turn]()
     staying = set(front)
     report.system_moved += len(systems) - (view.turns[0].role == "system" and not view.head)
@@ -740,11 +715,11 @@ def system_first(view: View, report: Report) -> None:
         result = turn.role == "tool" and kept and kept[-1].role in ("assistant", "tool")
         if waiting and not result:
             turn = turn.own()
-            remind(view, waiting, kept, turn)
+            remind(waiting, kept, turn)
             waiting = []
         kept.append(turn)
     if waiting:
-        remind(view, waiting, kept)
+        remind(waiting, kept)
     if front:
         first = front[0].own()
         last = first.slots()[-1]
@@ -755,37 +730,30 @@ def system_first(view: View, report: Report) -> None:
 
 
 def for_the_front(view: View) -> list[Turn]:
-    """The turns that make the system text: leading ones, but no short ones behind a long prompt,
-    and the first later one if it is known to stay and no answer came before."""
-    front = view.system()
+    """The turns that make the system text: leading ones, no short ones behind a long prompt, and
+    the first later one if it is known to stay and no answer came before."""
+    front, later = view.system(), view.turns[view.leading() :]
     if pays(view):
-        long = [turn for turn in front[1:] if len(turn.text()) >= LONG_PROMPT or stays(turn)]
-        front = front[:1] + long
-    for turn in view.turns[view.leading() :]:
-        if turn.role == "system" and stays(turn):
-            return [*front, turn]
-        if turn.role in ("system", "assistant", "tool"):
-            break
-    return front
+        front[1:] = [turn for turn in front[1:] if len(turn.text()) >= LONG_PROMPT or stays(turn)]
+    said = [turn for turn in later if turn.role in ("system", "assistant", "tool")]
+    return front + [turn for turn in said[:1] if stays(turn)]
 
 
 def stays(turn: Turn) -> bool:
-    """Whether a system message is known to stay: Claude Code's second one."""
-    return turn.text().startswith("# Environment\n")
+    """Whether it is known to stay: Claude Code's second system message."""
+    return turn.role == "system" and turn.text().startswith("# Environment\n")
 
 
-def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
-    """Say what system messages say in the user turn behind them, or before them, or a new one."""
+def remind(systems: list[Turn], before: list[Turn], turn: Turn | None = None) -> None:
+    """Say what system messages say in the user turn behind or before them, or in a new one."""
     text = "\n\n".join([reminder(one.text()) for one in systems])
-    slots = turn.slots() if turn and turn.role == "user" else []
-    item = (before[-1].item if before else None) or {}
-    content = item.get("content") if item.get("role") == "user" else None
-    if slots:
-        slots[0].set(text + "\n\n" + slots[0].get())
-    elif isinstance(content, (str, list)):
-        part = {"type": view.dialect.text, "text": text}
-        more = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
-        before[-1] = turn_of({**item, "content": more})
+    if turn and turn.role == "user" and turn.slots():
+        slot = turn.slots()[0]
+        slot.set(f"{text}\n\n{slot.get()}")
+    elif before and before[-1].role == "user" and before[-1].slots():
+        before[-1] = before[-1].own()
+        slot = before[-1].slots()[-1]
+        slot.set(f"{slot.get()}\n\n{text}")
     else:
         before.append(turn_of({**(systems[-1].item or {}), "role": "user", "content": text}))
 
@@ -793,22 +761,18 @@ def remind(view: View, systems: list[Turn], before: list[Turn], turn: Turn | Non
 def scrub(
     payload: Json, config: Config | None = None, dialect: str | None = None
 ) -> tuple[Json, Report]:
-    """A scrubbed copy of a request body, and what was removed: the stateless half of kvproxy. A
-    body of unknown shape comes back equal, with `report.note` set. `dialect` is chat, responses,
-    messages or completions; without it the body's shape decides. Raises ValueError for others.
-
-        body, report = scrub(body, Config(strip_message_ids="1"))"""
-    config, report = config or Config(), Report()
+    """A scrubbed copy of a request body, and what was removed; `report.note` says why it is equal.
+    `dialect`: chat, responses, messages or completions; without it the body's shape decides."""
+    config, report, keys = config or Config(), Report(), members(payload)
     rows = {row.name: row for row in DIALECTS.values()}
-    name, keys = dialect or "completions", members(payload)
     if dialect is None and "messages" in keys:
-        name = "messages" if "system" in keys else "chat"
-    elif dialect is None and "input" in keys:
-        name = "responses"
-    if name not in rows:
+        dialect = "messages" if "system" in keys else "chat"
+    elif dialect is None:
+        dialect = "responses" if "input" in keys else "completions"
+    if dialect not in rows:
         raise ValueError(f"dialect={dialect!r}: must be one of {', '.join(rows)}")
     try:
-        view = view_of(copy.deepcopy(payload), rows[name])
+        view = view_of(copy.deepcopy(payload), rows[dialect])
         if config.scrub and view.dialect.edited:
             Scrubber(config).apply(view, report)
             if config.system_first:
@@ -1773,7 +1737,8 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
     if not slots:
-        part = {"type": view.dialect.text, "text": text}
+        kind = "input_text" if view.dialect.name == "responses" else "text"
+        part = {"type": kind, "text": text}
         Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
         return
     told = "\n".join([block for _, block in unit.blocks])
@@ -2093,6 +2058,7 @@ def listed(value: Any) -> list[Any]:
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
+UNSAID_PARTS = (*TEXT_PARTS, *REASONING_PARTS, "summary_text")
 # What the server reads of an item, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
@@ -4924,7 +4890,7 @@ class LogReader:
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes."""
         try:
-            row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
+            row = members(_strict.decode(raw.decode())) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
             return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []

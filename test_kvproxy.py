@@ -1371,10 +1371,10 @@ def rp_rig() -> Iterator[Rig]:
         yield made
         reader = made.proxy.reader
         assert reader.known
-        known = [one for alike in reader.known.values() for one in alike]
-        for raw, turn in known:  # requests share them: nobody may have changed one
-            fresh = kvproxy.turn_of(json.loads(raw))
-            assert (turn.item, turn.role, turn.json()) == (fresh.item, fresh.role, raw)
+        for start, turn in reader.known.items():  # requests share them: nobody may change one
+            assert turn.raw and turn.raw.startswith(start[: len(turn.raw)])
+            fresh = kvproxy.turn_of(json.loads(turn.raw))
+            assert (turn.item, turn.role) == (fresh.item, fresh.role)
 
 
 @pytest.fixture(params=RP_DIALECTS)
@@ -1633,7 +1633,9 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
             f'[{{"type":"tool_result","content":{deep}}}]',
         ):
             exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
-            exchange.received = f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            exchange.received = exchange.forwarded = (
+                f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
+            )
             sys.setrecursionlimit(frames + 160)  # small bodies will do
             try:
                 proxy.prepare(exchange)
@@ -1885,8 +1887,8 @@ def test_dialects_reader_memory_is_bounded() -> None:
     assert read("a", "b") == known
     for number in range(40):
         read(f"{number}" + "x" * 5000, "end")
-        kept = [raw for alike in reader.known.values() for raw, _ in alike]
-        assert sum(1500 + 3 * len(raw) for raw in kept) <= reader.size <= reader.limit
+        kept = {*reader.known.values(), *(turn for _, turn in reader.followers.values())}
+        assert sum(1500 + 3 * len(turn.json()) for turn in kept) <= reader.size <= reader.limit
     assert reader.known
 
 
@@ -2916,7 +2918,7 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
     "folded into parts": (
         "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("user", [{"type": "text", "text": "v"}]), ("system", "B")),
         items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"),
-                    ("user", [{"type": "text", "text": "v"}, {"type": "text", "text": reminder("B")}])), 1,
+                    ("user", [{"type": "text", "text": "v\n\n" + reminder("B")}])), 1,
     ),
     "behind a tool result": (
         "chat", items_of("chat", ("system", "A"), ("user", "u"), ("assistant", "a"), ("tool", "r"), ("system", "B"), ("assistant", "b")),
@@ -2928,7 +2930,7 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
     ),
     "messages: between a call and its result": (
         "messages", {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("system", "B"), ("user", [SCRUB_RESULT]))},
-        {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
+        {"messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("user", reminder("B")))}, 1,
     ),
     "a system message with more than text": (
         "chat", items_of("chat", ("system", "A"), ("user", "u"), ("system", [{"type": "text", "text": "B"}, {"type": "image_url"}])), None, 0,
@@ -2951,7 +2953,7 @@ ROLES_FORMS = {  # name: dialect, request, what is forwarded (None: as it came),
     ),
     "messages: behind a tool result": (
         "messages", {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("system", "B"))},
-        {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT, {"type": "text", "text": reminder("B")}]))}, 1,
+        {"system": "A", "messages": items_of("chat", ("user", "u"), ("assistant", "a"), ("user", [SCRUB_RESULT]), ("user", reminder("B")))}, 1,
     ),
     "messages: in order": ("messages", {"system": "A", "messages": items_of("chat", ("user", "u"))}, None, 0),
     "responses: two leading developer messages": (
