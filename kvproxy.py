@@ -1204,25 +1204,18 @@ Decoration = tuple[str, str]  # kind, text
 def undress(text: str) -> tuple[list[Decoration], str]:
     """The decorations at both ends of a user text, and what stands between them."""
     found, start = lead(text)
-    end = text_end(text, start, len(text))
-    while end > start:
-        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
-        at = text.rfind(opening, start, end) + (kind == "line")
-        if at <= start or text[at - 1] != "\n":
+    words = text[start:].rstrip()
+    while words:
+        kind, opening, _ = next(row for row in TAILS if words.endswith(row[2]))
+        at = words.rfind(opening) + (kind == "line")
+        if at <= 0 or words[at - 1] != "\n":
             break
-        if kind == "line" and not TAIL_LINE.match(text, at, end):
+        if kind == "line" and not TAIL_LINE.match(words, at):
             break
-        found.append((kind, text[at:end]))
+        found.append((kind, words[at:]))
         check_limit("decorations of a text", len(found))
-        end = text_end(text, start, at)
-    return found, text[start:end]
-
-
-def text_end(text: str, start: int, end: int) -> int:
-    """Where text[start:end] ends without the space behind it."""
-    while end > start and text[end - 1].isspace():
-        end -= 1
-    return end
+        words = words[:at].rstrip()
+    return found, words
 
 
 # What a program may have written at an end of a user text, though nobody described it. It is
@@ -1280,17 +1273,6 @@ class Said(NamedTuple):
 SILENT = Said()
 
 
-def together(role: str, said: list[Said]) -> Said:
-    """What some turns say as one unit; the results of a batch say the same in any order."""
-    words = [one.words for one in said if one.words]
-    words = sorted(words) if role == "tool" else words
-    both = digest(*words) if len(words) > 1 else b"".join(words)
-    whole = digest(*[one.whole for one in said])
-    blocks = tuple([block for one in said for block in one.blocks])
-    calls = tuple([call for one in said for call in one.calls])
-    return Said(both, whole, blocks, False, any(one.speaks for one in said), calls)
-
-
 class Unit:
     """A user turn, an answer or a batch of tool results, and the carriers behind it. The first unit
     of a request has nothing but carriers."""
@@ -1301,14 +1283,21 @@ class Unit:
     kept: list[Turn] | None = None  # as sent, but for fixed() turns
     heard = False  # an answer that the server was heard to give here
     private = False  # what was sent says more than what came
+    spoken: tuple[str, frozenset[str]] | None = None  # while its request is edited
 
     def __init__(self, role: str, turns: list[Turn]) -> None:
         self.role, self.turns = role, turns
         said = [turn.said or SILENT for turn in turns]
-        says = said[0] if len(said) == 1 else together(role, said)
-        if role == "user" and says.carrier:  # alone, it is what was answered
-            says = Said(says.whole, says.whole, speaks=True)
-        self.words, self.whole, self.blocks, _, self.speaks, self.calls = says
+        words = [one.words for one in said if one.words]
+        if role == "tool":  # the results of a batch say the same in any order
+            words.sort()
+        self.words = digest(*words) if words else b""
+        self.whole = digest(*[one.whole for one in said])
+        self.blocks = tuple([block for one in said for block in one.blocks])
+        self.calls = tuple([call for one in said for call in one.calls])
+        self.speaks = any([one.speaks for one in said])
+        if role == "user" and len(said) == 1 and said[0].carrier:  # alone, it is what was answered
+            self.words, self.blocks, self.speaks = self.whole, (), True
         self.came = self.blocks  # as the client had them last; so is `whole`
 
     def fixed(self) -> int:
@@ -1364,16 +1353,21 @@ class Record:
     units: list[Unit] = dataclasses.field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
+    relayed: tuple[int, Heard] = 0, UNREAD  # so many bytes of it, and what they say
 
     def heard(self) -> Heard | None:
         """What the client has heard by now."""
         tap = self.tap
-        return self.answer if tap is None else heard_answer(answer_events(*tap.windows()))
+        if tap is None:
+            return self.answer
+        if self.relayed[0] != (count := tap.count):  # more of it came
+            self.relayed = count, heard_answer(answer_events(*tap.windows()))
+        return self.relayed[1]
 
 
 class Bounded:
-    """Values of so many bytes by their keys; the least recently used go first. The lock is held for
-    single steps."""
+    """Values of so many bytes by their keys; the least recently used go first. Looking up takes no
+    lock: single operations of a dict are safe, and many threads would wait for each other."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -1381,10 +1375,9 @@ class Bounded:
         self.values: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
     def get(self, key: int) -> Any:
-        with self.lock:
-            if key in self.values:
-                self.values.move_to_end(key)
-            return self.values.get(key, (None, 0))[0]
+        with suppress(KeyError):
+            self.values.move_to_end(key)
+        return self.values.get(key, (None, 0))[0]
 
     def drop(self, key: int) -> None:
         with self.lock:
@@ -1392,12 +1385,13 @@ class Bounded:
             self.size -= gone[1]
 
     def put(self, key: int, value: Any, size: int) -> None:
-        self.drop(key)
         gone = []  # is freed without the lock
         with self.lock:
+            gone.append(self.values.pop(key, (None, 0)))
             if size <= self.limit >> 1:
                 self.values[key] = value, size
                 self.size += size
+            self.size -= gone[0][1]
             while self.size > self.limit:
                 gone.append(self.values.popitem(last=False)[1])
                 self.size -= gone[-1][1]
@@ -1441,9 +1435,6 @@ class Replay:
         self.learns = config.learn
         self.names: dict[int, str] = {}  # conversations by their answers
 
-    def size(self) -> int:
-        return self.lines.size + self.tools.known.size
-
     def said(self, turn: Turn) -> Said:
         if turn.said is None:
             turn.said = SILENT if turn.role == "reasoning" else self.read(turn)
@@ -1483,7 +1474,7 @@ class Replay:
         groups: list[tuple[str, list[Turn]]] = [("head", [])]
         carriers: list[Turn] = []  # not in a group yet
         for turn in [*view.turns[view.leading() :], None]:
-            if turn is not None and (turn.said or self.said(turn)).carrier:
+            if turn is not None and self.said(turn).carrier:
                 carriers.append(turn)
                 continue
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
@@ -1559,15 +1550,15 @@ class Replay:
             if at <= best[0]:
                 break
             edited = []
-            for line in self.by_place.get(places[at - 1], [])[::-1]:  # the newest first
-                record = self.lines.get(line)
-                if record is not None and len(found) < MOST_COMPARED:
-                    evidence = agreement(record, units[at], at)
-                    depth = reach_of(history, record, at, evidence)
-                    found.append(((depth, evidence if depth == at else 0), record))
-                    best = max(best, found[-1][0])
-                    if evidence == 2 and depth < at:
-                        edited.append(line)
+            lines = self.by_place.get(places[at - 1], [])[::-1]  # the newest first
+            records = list(filter(None, map(self.lines.get, lines)))
+            for record in records[: MOST_COMPARED - len(found)]:
+                evidence = agreement(record, units[at], at)
+                depth = reach_of(history, record, at, evidence)
+                found.append(((depth, evidence if depth == at else 0), record))
+                best = max(best, found[-1][0])
+                if evidence == 2 and depth < at:
+                    edited.append(record.line)
             for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
         depth, evidence = best
@@ -1632,7 +1623,7 @@ def keep(unit: Unit) -> None:
     if unit.inserted or unit.dropped or unit.blocks:
         unit.kept = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     unit.private = not PERSONAL.isdisjoint(unit.inserted)
-    unit.turns = []
+    unit.turns, unit.spoken = [], None
 
 
 def storable(turn: Turn) -> Turn:
@@ -1729,24 +1720,22 @@ def settle_insertions(
     goes; from the newest user turn, if something is new in a tool loop: only a clock may wait."""
     while True:
         wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
-        first = history.first
-        for number, (kind, now) in enumerate(first.blocks if first.stored else ()):
-            place, label = history.units.index(first), f"{REWRITTEN}{number}"
-            if kind in REWRITABLE and place < depth and first.stored:
-                wanted[label], since[label] = now, place
-                standing[label] = now if (kind, now) in first.stored.blocks else ""
+        first, place = history.first, history.units.index(history.first)
+        if first.stored and place < depth:
+            for number, (kind, now) in enumerate(first.blocks):
+                if kind in REWRITABLE:
+                    label = f"{REWRITTEN}{number}"
+                    wanted[label], since[label] = now, place
+                    standing[label] = now if (kind, now) in first.stored.blocks else ""
         for at, unit in enumerate(history.units[:depth]):
             if unit.stored and unit.stored.inserted:
                 standing.update(unit.stored.inserted)
                 since = {**dict.fromkeys(unit.stored.inserted, at), **since}
-        gone = [
-            since[label]
-            for label, text in standing.items()
-            if label not in wanted
-            or (
-                label.startswith((LEARNED, REWRITTEN)) and not topics(text) <= topics(wanted[label])
-            )
-        ]
+        gone = []
+        for label, text in standing.items():
+            told = topics(text if label.startswith((LEARNED, REWRITTEN)) else "")
+            if label not in wanted or not told <= topics(wanted[label]):
+                gone.append(since[label])
         if gone:
             depth = min(gone)
             continue
@@ -1835,8 +1824,11 @@ def letters(text: str) -> str:
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     """An answer's letters, and the ids of its calls."""
-    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in unit.calls])
+    if unit.spoken is None:
+        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+        calls = frozenset([plain(ident) for ident, _ in unit.calls])
+        unit.spoken = letters("\n".join(texts)), calls
+    return unit.spoken
 
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
@@ -1950,11 +1942,10 @@ class Tools:
     def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
         """Rank and form of a tool when the client, or the warm-up, sent it first."""
         mine, warm = hash((asker.client, name)), hash((ANYBODY.client, name))
-        first: tuple[int, str] = self.known.get(mine) or self.known.get(warm)
-        if not first:
-            first = next(self.ranks), form
-            if asker.learn:
-                self.known.put(mine, first, 300 + len(form))
+        known: tuple[int, str] | None = self.known.get(mine) or self.known.get(warm)
+        first = known or (next(self.ranks), form)
+        if asker.learn and not known:
+            self.known.put(mine, first, 300 + len(form))
         return first
 
     def apply(self, view: View, asker: Asker) -> bool:
@@ -2959,9 +2950,11 @@ class Tap:
     def __init__(self) -> None:
         self.data, self.cut = bytearray(), False  # without its middle
         self.whole: bytearray | None = None
+        self.count = 0  # bytes so far
 
     def add(self, data: bytes) -> None:
         self.data += data
+        self.count += len(data)
         if self.whole is not None:
             self.whole += data
             if len(self.whole) > AHEAD_BYTES:
