@@ -382,9 +382,11 @@ def view_of(body: Any, dialect: Dialect) -> View:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt."""
+    if view.dialect.name != "responses":
+        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
     types = [members(turn.item).get("type") for turn in view.turns]
-    return view.dialect.name == "responses" and bool(stored or "item_reference" in types)
+    return bool(stored or "item_reference" in types)
 
 
 class Unreadable(ValueError):
@@ -877,7 +879,6 @@ def lines(label: str, pattern: str, *markers: str) -> Lift:
 
 
 def inbound_member(name: str) -> Lift:
-    """A row for a member of OpenClaw's inbound object."""
     pattern = member(name)
 
     def find(text: str) -> Iterator[Piece]:
@@ -1005,12 +1006,9 @@ class Shape(NamedTuple):
 
     def line(self, text: str) -> Iterator[Piece]:
         marker, at = max(self.form.split("#"), key=len), 0
-        for _ in range(8):
-            if (at := text.find(marker, at)) < 0:
-                return
-            start, at = text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1 or len(text)
-            line = text[start:at].rstrip("\n")
-            if len(line) <= LEARNED_LINE and form_of(line) == self.form:
+        for line in text.split("\n"):
+            start, at = at, at + len(line) + 1
+            if marker in line and len(line) <= LEARNED_LINE and form_of(line) == self.form:
                 yield [(start, at)], line.strip()
 
     def block(self, text: str) -> Iterator[Piece]:
@@ -1026,7 +1024,6 @@ class Shape(NamedTuple):
 
 
 def lines_of(text: str) -> list[str]:
-    """Its lines, without empty ones."""
     return [line for line in text.split("\n") if line.strip()]
 
 
@@ -1273,6 +1270,17 @@ class Said(NamedTuple):
 SILENT = Said()
 
 
+def together(role: str, said: list[Said]) -> Said:
+    """What some turns say as one unit; the results of a batch say the same in any order."""
+    words = [one.words for one in said if one.words]
+    words = sorted(words) if role == "tool" else words
+    both = digest(*words) if len(words) > 1 else b"".join(words)
+    whole = digest(*[one.whole for one in said])
+    blocks = tuple([block for one in said for block in one.blocks])
+    calls = tuple([call for one in said for call in one.calls])
+    return Said(both, whole, blocks, False, any(one.speaks for one in said), calls)
+
+
 class Unit:
     """A user turn, an answer or a batch of tool results, and the carriers behind it. The first unit
     of a request has nothing but carriers."""
@@ -1288,16 +1296,10 @@ class Unit:
     def __init__(self, role: str, turns: list[Turn]) -> None:
         self.role, self.turns = role, turns
         said = [turn.said or SILENT for turn in turns]
-        words = [one.words for one in said if one.words]
-        if role == "tool":  # the results of a batch say the same in any order
-            words.sort()
-        self.words = digest(*words) if words else b""
-        self.whole = digest(*[one.whole for one in said])
-        self.blocks = tuple([block for one in said for block in one.blocks])
-        self.calls = tuple([call for one in said for call in one.calls])
-        self.speaks = any([one.speaks for one in said])
-        if role == "user" and len(said) == 1 and said[0].carrier:  # alone, it is what was answered
-            self.words, self.blocks, self.speaks = self.whole, (), True
+        says = said[0] if len(said) == 1 else together(role, said)
+        if role == "user" and says.carrier:  # alone, it is what was answered
+            says = Said(says.whole, says.whole, speaks=True)
+        self.words, self.whole, self.blocks, _, self.speaks, self.calls = says
         self.came = self.blocks  # as the client had them last; so is `whole`
 
     def fixed(self) -> int:
@@ -1308,7 +1310,6 @@ class Unit:
         return sum(1 for turn in self.turns if not (turn.said and turn.said.carrier))
 
     def sent(self) -> object:
-        """What is restored, to be compared."""
         return [turn.json() for turn in self.kept or ()], self.calls
 
 
@@ -1325,8 +1326,7 @@ class History:
         # What is behind the answer that precedes the newest words is new.
         self.newest = max([at for at in self.answers if at < self.target], default=0)
         behind = units[self.last :] if self.last else []
-        kinds = [kind for unit in behind for kind, _ in unit.blocks]
-        self.moved = MOVED.intersection(kinds)  # kinds of carriers behind the last answer
+        self.moved = MOVED & {kind for unit in behind for kind, _ in unit.blocks}
 
 
 class Heard(NamedTuple):
@@ -1366,8 +1366,7 @@ class Record:
 
 
 class Bounded:
-    """Values of so many bytes by their keys; the least recently used go first. Looking up takes no
-    lock: single operations of a dict are safe, and many threads would wait for each other."""
+    """Values of so many bytes by their keys; the least recently used go first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -1375,7 +1374,7 @@ class Bounded:
         self.values: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
     def get(self, key: int) -> Any:
-        with suppress(KeyError):
+        with suppress(KeyError):  # without the lock, for which many threads would wait
             self.values.move_to_end(key)
         return self.values.get(key, (None, 0))[0]
 
@@ -1456,7 +1455,8 @@ class Replay:
         if alone and not carrier:  # a person may have typed it
             words, blocks = told, []
         said = digest("user", words, *beside) if words or beside else b""
-        return Said(said, whole, tuple(blocks), carrier, bool(words or others), calls)
+        speaks = bool(undressed and (words or others))
+        return Said(said, whole, tuple(blocks), carrier, speaks, calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
         """undress() that also finds what REPLAY_REGEX describes, and what programs wrote."""
@@ -1474,7 +1474,7 @@ class Replay:
         groups: list[tuple[str, list[Turn]]] = [("head", [])]
         carriers: list[Turn] = []  # not in a group yet
         for turn in [*view.turns[view.leading() :], None]:
-            if turn is not None and self.said(turn).carrier:
+            if turn is not None and (turn.said or self.said(turn)).carrier:
                 carriers.append(turn)
                 continue
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
@@ -1510,9 +1510,9 @@ class Replay:
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
         added = 0
-        for unit, stored in zip(units[:depth], known.units if known else (), strict=False):
+        for unit, stored in zip(units[:depth], known.units if known else [], strict=False):
             unit.stored = stored
-            if stored.kept is not None:
+            if stored.kept:
                 added += size_of(stored.kept) - size_of(unit.turns[unit.fixed() :])
         if known and added > asker.size + SLACK:
             if asker.learn:
@@ -1531,7 +1531,7 @@ class Replay:
                 report.replayed += restore(unit, old)
         report.lifted += len(lifted)
         if pending:
-            insert_lifted(view, history, kept, pending)
+            insert_lifted(history, kept, pending)
         if history.moved:
             self.drop_moved(history, report)
         view.turns = view.turns[: view.leading()]
@@ -1566,7 +1566,7 @@ class Replay:
             return 0, None
         record = next(record for reach, record in found if reach == best)
         rivals = [one for reach, one in found if reach in (best, (depth, 1)) and one is not record]
-        for at, unit in enumerate(record.units[:depth]):
+        for at, unit in enumerate(record.units[:depth] if rivals else ()):
             others = [one.units[at] for one in rivals if one.units[at] is not unit]
             if any(unit.sent() != other.sent() for other in others):
                 depth = at
@@ -1608,7 +1608,8 @@ class Replay:
                 sent = copy.copy(sent)
                 sent.whole, sent.came, sent.private = unit.whole, unit.blocks, True
             record.units.append(sent)
-            size += 3 * size_of(sent.kept or [])
+            if sent.kept:
+                size += 3 * size_of(sent.kept)
         self.lines.put(line, record, size)
         place = places[len(units) - 1]
         with self.lines.lock:
@@ -1659,12 +1660,6 @@ def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
     sent = collections.Counter(stored.blocks)
     if came == sent:
         return True  # in another order or shape
-    if place >= newest:  # a client may add to its history when a message came
-        told = [text for _, text in stored.blocks]
-        for kind, text in came - sent:
-            time = MESSAGE_TIME.fullmatch(text)
-            if time and any(time[1] in one for one in told):
-                del came[kind, text]
     if not came <= sent and history.units[place] is history.first:
         return rewritten(history, stored)
     if not came <= sent or place < newest:
@@ -1699,7 +1694,6 @@ def restore(unit: Unit, stored: Unit) -> bool:
     return True
 
 
-MESSAGE_TIME = re.compile(r"\[(?:[\w ]{0,30}[Tt]ime: )?(\d{4}-\d\d-\d\d)[T \d:.Z+-]{0,30}\]")
 CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
 
@@ -1748,7 +1742,7 @@ def settle_insertions(
         depth = history.target
 
 
-def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
+def insert_lifted(history: History, depth: int, pending: dict[str, str]) -> None:
     """Put texts in front of what is said in the newest user turn, or in the first one if no history
     is known; and in front of decorations that may tell something newer."""
     place = next(at for at, unit in enumerate(history.units) if unit.speaks)
@@ -1762,10 +1756,6 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     text = "\n\n".join(pieces)
     turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
-    if not slots:
-        part = {"type": view.dialect.text, "text": text}
-        Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
-        return
     told = "\n".join([block for _, block in unit.blocks])
     dated = ANY_TIME.search(told) and ANY_TIME.search(text)
     newer = dated or (topics(told) & topics(text)).keys() - {""}
@@ -1884,11 +1874,10 @@ def call_fields(item: Json) -> list[CallField]:
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
     if isinstance(value, list):
-        value = "\n".join(
-            [str(part.get("text") or _sorted_json(part)) for part in map(members, value)]
-        )
+        parts = map(members, value)
+        value = "\n".join([str(part.get("text") or _sorted_json(part)) for part in parts])
     if isinstance(value, str) and value[:1] == "{":
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     return value if isinstance(value, str) else _sorted_json(value)
 
@@ -1909,22 +1898,22 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     if unit.calls == first or sorted(spelled) != sorted([plain(ident) for ident, _ in unit.calls]):
         return False
     places = {ident: place for place, ident in enumerate(spelled)}
+
+    def place_of(ident: Any) -> int:
+        return places.get(plain(ident), len(places))
+
     ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
-        rank = len(places)
-        for holder, key, named, _ in call_fields(item):
-            ident = plain(str(holder.get(key)))
-            rank = min(rank, places[ident])
-            holder[key], name = spelled[ident]
-            if named is not None and name:
-                named["name"] = name
-            elif named is not None:
+        fields = call_fields(item)
+        rank = min([place_of(one.holder.get(one.key)) for one in fields], default=len(places))
+        for holder, key, named, _ in fields:
+            holder[key], name = spelled[plain(holder.get(key))]
+            if named is not None:
                 named.pop("name", None)
-        listed(item.get("content")).sort(
-            key=lambda part: places.get(plain(members(part).get("tool_use_id")), len(places))
-        )
-        ranked.append((rank, turn_of(item) if rank < len(places) else turn))
+                named.update({"name": name} if name else {})
+        listed(item.get("content")).sort(key=lambda part: place_of(members(part).get("tool_use_id")))
+        ranked.append((rank, turn_of(item) if fields else turn))
     if unit.role == "tool":
         ranked.sort(key=lambda one: one[0])
     unit.turns = [turn for _, turn in ranked]

@@ -3577,19 +3577,6 @@ def test_lift_beside_results_of_tools(rp_rig: Rig) -> None:
     assert sent[-1]["text"] == reminder("Current time is 07:02.") + "\n\nstop there"
 
 
-def test_lift_into_a_turn_without_text(client: RpClient) -> None:
-    image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
-    body = client.body([("user", [])], system=rp_date("2026-12-01"))
-    turns_of(body)[-1]["content"] = [image]
-    first = client.post(body)
-    kind = "input_text" if client.dialect == "responses" else "text"
-    note = {"type": kind, "text": reminder("Current date: 2026-12-01")}
-    assert turns_of(first)[-1]["content"] == [note, image]
-    turns_of(body).extend(items_of(client.dialect, ("assistant", "ok"), ("user", "and now?")))
-    second = rp_prompt(client.post(body))
-    assert second == [*rp_prompt(first), "assistant\nok", "user\nand now?"]
-
-
 def test_lift_leaves_the_text_where_nobody_speaks(client: RpClient) -> None:
     """Without a turn to set it down in, a value stays in the system prompt."""
     for turns in ([], [("results", ["c1"])]):
@@ -5305,17 +5292,6 @@ def test_replay_conversation_is_not_named_by_calls_that_others_have_too(rig: Mak
     turns: list[Turn] = [("user", "changed"), ("calls", ["call_0"]), ("results", ["call_0"])]
     client.send(turns)
     assert one.server.seen[-1].get("X-KVProxy-Conversation") not in names
-
-
-@pytest.mark.parametrize("dialect", RP_DIALECTS)
-def test_replay_restores_a_block_behind_which_a_time_was_added(rig: MakeRig, dialect: str) -> None:
-    """A client that takes its context out, and adds when the message came: learned."""
-    client = RpClient(rig(), dialect)
-    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
-    before = client.send([("user", f"one{block}")])
-    history: list[Turn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
-    history += [("assistant", "ok"), ("user", "two")]
-    client.extends(before, history)
 
 
 @pytest.mark.parametrize(
