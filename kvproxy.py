@@ -908,7 +908,6 @@ LIFTS = (
           r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>', "gitStatus"),
     lines("Vibe, hermes: git status", rf"{_GIT}(?:\n+{_GIT})*", "Recent commits:"),
     lines("Crush: git status", rf"{_GIT}(?:\n+{_GIT})*", "Current branch: ", "tatus:"),
-    lines("Copilot CLI: session", rf"Session \w+: [^\n]*/{_UUID}", "Session "),
     *(
         lines(f"OpenClaw, Open WebUI: Current {name}",
               rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", f"urrent {name}")
@@ -1061,7 +1060,7 @@ class Learner:
         self.lock = threading.Lock()
 
     def note(self, label: str, text: str) -> None:
-        """Count a new value of what is lifted: it would have been a miss."""
+        """Count a new value, which would have been a miss."""
         with self.lock:
             self.saved[label] += self.values.get(label, text) != text
             self.values[label] = text
@@ -1124,8 +1123,6 @@ class Learner:
 
 
 class Lifter:
-    """Cuts volatile texts out of system prompts."""
-
     def __init__(self, config: Config) -> None:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
@@ -1175,13 +1172,11 @@ class Lifter:
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
-# results, each with the carriers behind it (messages that are decoration only). Of each line of
-# requests the last one is recorded, as it came and as it was sent, and the answer that was heard. A
-# request that goes on from it has its units restored up to the first that its client really
-# changed. Then what was lifted is set down, unless it stands.
+# Of each line of requests the last one is recorded, as it came and as it was sent, and the answer
+# that was heard. A request that goes on from it has its units restored up to the first that its
+# client really changed. Then what was lifted is set down, unless it stands.
 
-# Carriers are made of these decorations. Of the others alone a person may have typed a message.
+# Carriers, messages of decorations only, have these. A person may have typed the others alone.
 CARRIED = {"block", "context", "event", "runtime", "internal", "reminder", "environment",
            "yours", "tagged"}  # fmt: skip
 MOVED = {"runtime", "internal", "context"}  # carriers that OpenClaw moves to the end
@@ -1215,8 +1210,7 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, words
 
 
-# What a program may have written at an end of a user text, though nobody described it. It is
-# restored if the client takes it out of its history.
+# What a program may have written at an end of a user text, though nobody described it.
 PROGRAM_BLOCK = 8192  # characters, at most
 _BODY = rf"(?s:.{{0,{PROGRAM_BLOCK}}}?)"
 _TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"  # a clock stands in the line
@@ -1239,11 +1233,10 @@ def program_block(text: str) -> re.Match[str] | None:
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() for what programs may have written; a message that is `tagged` alone is hardly a
-    person's."""
+    """undress() for what programs may have written."""
     found: list[Decoration] = []
     while len(found) < 8 and (block := program_block(words := text.strip())):
-        tagged = block["tag"] and not block["tag"].isalnum()
+        tagged = block["tag"] and not block["tag"].isalnum()  # hardly a person's
         found.append(("tagged" if tagged else "program", block[0].strip()))
         more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
         found += more
@@ -1257,8 +1250,6 @@ def digest(*parts: str | bytes) -> bytes:
 
 
 class Said(NamedTuple):
-    """What a turn says, as digests."""
-
     words: bytes = b""  # without decorations, reasoning, and the spelling of ids
     whole: bytes = b""
     blocks: tuple[Decoration, ...] = ()
@@ -1282,8 +1273,8 @@ def together(role: str, said: list[Said]) -> Said:
 
 
 class Unit:
-    """A user turn, an answer or a batch of tool results, and the carriers behind it. The first unit
-    of a request has nothing but carriers."""
+    """A user turn, an answer (the assistant's turns in a row) or a batch of tool results, and the
+    carriers behind it. A request's first unit has nothing but carriers."""
 
     stored: Unit | None = None  # as it was sent before
     inserted: Mapping[str, str] = {}  # what was set down in it, by label
@@ -1319,9 +1310,9 @@ class History:
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         self.answers = [at for at, unit in enumerate(units) if unit.role == "assistant"]
-        self.last = self.answers[-1] if self.answers else 0
+        self.last = max(self.answers, default=0)
         self.first = next((unit for unit in units if unit.role == "user"), units[0])
-        self.opening = self.first.words or self.first.whole if self.first.turns else b""
+        self.opening = self.first.words or self.first.whole
         self.target = max([at for at, unit in enumerate(units) if unit.speaks], default=0)
         # What is behind the answer that precedes the newest words is new.
         self.newest = max([at for at in self.answers if at < self.target], default=0)
@@ -1330,13 +1321,12 @@ class History:
 
 
 class Heard(NamedTuple):
-    """What the server was heard to say: letters at the beginning and the end, and ids of tool
-    calls. `complete`: the beginning is all of it."""
+    """What the server was heard to say."""
 
-    opening: str = ""
+    opening: str = ""  # its letters
     closing: str = ""
-    calls: frozenset[str] = frozenset()
-    complete: bool = False
+    calls: frozenset[str] = frozenset()  # their ids
+    complete: bool = False  # the opening is all of it
 
 
 UNREAD = Heard()  # an answer that could not be read
@@ -1380,20 +1370,16 @@ class Bounded:
 
     def drop(self, key: int) -> None:
         with self.lock:
-            gone = self.values.pop(key, (None, 0))
-            self.size -= gone[1]
+            self.size -= self.values.pop(key, (None, 0))[1]
 
     def put(self, key: int, value: Any, size: int) -> None:
-        gone = []  # is freed without the lock
         with self.lock:
-            gone.append(self.values.pop(key, (None, 0)))
+            self.size -= self.values.pop(key, (None, 0))[1]
             if size <= self.limit >> 1:
                 self.values[key] = value, size
                 self.size += size
-            self.size -= gone[0][1]
             while self.size > self.limit:
-                gone.append(self.values.popitem(last=False)[1])
-                self.size -= gone[-1][1]
+                self.size -= self.values.popitem(last=False)[1][1]
 
 
 class Asker(NamedTuple):
@@ -1409,8 +1395,6 @@ ANYBODY = Asker()
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations."""
-
     conversation: str = ""
     record: Record | None = None
     whose: int = 0  # a hash of the client and the dialect
@@ -1423,8 +1407,6 @@ class Trace:
 
 
 class Replay:
-    """Restores what a client took out of its history, and sets down what was lifted."""
-
     def __init__(self, config: Config) -> None:
         self.lines = Bounded(config.replay_mb << 20)  # their records
         self.by_place: dict[int, list[int]] = {}  # the lines whose requests ended at a place
@@ -1459,7 +1441,7 @@ class Replay:
         return Said(said, whole, tuple(blocks), carrier, speaks, calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that also finds what REPLAY_REGEX describes, and what programs wrote."""
+        """undress() that also finds what REPLAY_REGEX or programs wrote."""
         blocks, words = undress(text)
         for pattern in self.patterns:
             found = [("yours", match[0].strip()) for match in pattern.finditer(words) if match[0]]
@@ -1491,19 +1473,18 @@ class Replay:
         return [Unit(*group) for group in groups]
 
     def conversation(self, view: View) -> str:
-        """A conversation's name, from its system prompt and the first user's words."""
+        """Its name, from the system prompt and the first user's words."""
         opening = History(self.units(view)).opening
         return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note whose answer it is, should the conversation's front be rewritten."""
+        """Note whose it is, should the conversation's front be rewritten."""
         if answer.complete:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
 
     def apply(
         self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, set lifted text down, and drop carriers that stand there already."""
         units = history.units
         whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
@@ -1591,7 +1572,6 @@ class Replay:
     def learn(
         self, trace: Trace, history: History, places: list[int], depth: int, known: Record | None
     ) -> None:
-        """Record a request, which goes on from the one that is known."""
         units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
@@ -1628,7 +1608,6 @@ def keep(unit: Unit) -> None:
 
 
 def storable(turn: Turn) -> Turn:
-    """A turn without cache_control, which moves along."""
     item = bare(turn.item or {"role": "user", "content": turn.text()})
     if isinstance(content := item.get("content"), list):
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
@@ -1640,8 +1619,8 @@ def size_of(turns: list[Turn]) -> int:
 
 
 def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
-    """How many units before the answer at `at` a record restores; without evidence for that, those
-    before one that was heard, and what came as it came before."""
+    """How many units before the answer at `at` a record restores; without evidence only those
+    before one that was heard, and what came as before."""
     depth, alike = 0, True
     for place, stored in enumerate(record.units[:at]):
         unit = history.units[place]
@@ -1655,7 +1634,7 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
 
 def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
     """Whether a unit is what was sent, with its decorations as they were, or taken out when it
-    stopped being the newest. `newest`: in the request that was sent."""
+    stopped being the `newest`."""
     came = collections.Counter(history.units[place].blocks)
     sent = collections.Counter(stored.blocks)
     if came == sent:
@@ -1685,7 +1664,7 @@ def rewritten(history: History, stored: Unit) -> bool:
 
 
 def restore(unit: Unit, stored: Unit) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything."""
+    """Put its stored form in its place; whether that changed anything."""
     changed = bool(stored.calls) and respell(unit, stored.calls)
     came = [storable(turn).item for turn in unit.turns[unit.fixed() :]]
     if stored.kept is None or [turn.item for turn in stored.kept] == came:
@@ -1699,8 +1678,8 @@ ANY_TIME = re.compile(_CLOCK)
 
 
 def topics(text: str, other: bool = False) -> collections.Counter[str]:
-    """What the lines of a text are about: what stands before a colon. `other` lines may be about
-    anything (""), or count as they are. Listings and tags do not count."""
+    """What lines are about, without listings and tags: what stands before a colon. `other` lines
+    count as they are, or as ""."""
     lines = [line for line in lines_of(text) if line[0] != "<" and not LISTED.match(line)]
     labelled = [form_of(line).split(":") for line in lines]
     return collections.Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
@@ -1710,8 +1689,8 @@ def settle_insertions(
     history: History, depth: int, lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
     """How many of the `depth` units may be restored, and what has then to be set down, so that the
-    newest value stands last. From a unit that holds what the client no longer has, its own form
-    goes; from the newest user turn, if something is new in a tool loop: only a clock may wait."""
+    newest value stands last. What the client no longer has ends that; so does, in a tool loop, a
+    new value: only a clock may wait."""
     while True:
         wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
         first, place = history.first, history.units.index(history.first)
@@ -1765,8 +1744,6 @@ def insert_lifted(history: History, depth: int, pending: dict[str, str]) -> None
 
 
 class Editor:
-    """All edits of a request's body, in order: scrub, roles, lift, replay."""
-
     def __init__(self, config: Config) -> None:
         self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
         self.replay = Replay(config)
@@ -1799,7 +1776,6 @@ NOT_LETTERS = re.compile(r"[\W_]+")
 
 
 def plain(name: Any) -> str:
-    """An id without punctuation."""
     return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
 
 
@@ -1899,20 +1875,20 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         return False
     places = {ident: place for place, ident in enumerate(spelled)}
 
-    def place_of(ident: Any) -> int:
-        return places.get(plain(ident), len(places))
-
     ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
         fields = call_fields(item)
-        rank = min([place_of(one.holder.get(one.key)) for one in fields], default=len(places))
+        rank = min([places[plain(one.call()[0])] for one in fields], default=len(places))
         for holder, key, named, _ in fields:
             holder[key], name = spelled[plain(holder.get(key))]
-            if named is not None:
+            if named is not None and name:
+                named["name"] = name
+            elif named is not None:
                 named.pop("name", None)
-                named.update({"name": name} if name else {})
-        listed(item.get("content")).sort(key=lambda part: place_of(members(part).get("tool_use_id")))
+        listed(item.get("content")).sort(
+            key=lambda part: places.get(plain(members(part).get("tool_use_id")), len(places))
+        )
         ranked.append((rank, turn_of(item) if fields else turn))
     if unit.role == "tool":
         ranked.sort(key=lambda one: one[0])
