@@ -908,6 +908,7 @@ LIFTS = (
           r'<context \w+="gitStatus">[^<]*(?:<(?!/?context)[^<]*)*</context>', "gitStatus"),
     lines("Vibe, hermes: git status", rf"{_GIT}(?:\n+{_GIT})*", "Recent commits:"),
     lines("Crush: git status", rf"{_GIT}(?:\n+{_GIT})*", "Current branch: ", "tatus:"),
+    lines("Copilot CLI: session", rf"Session \w+: [^\n]*/{_UUID}", "Session "),
     *(
         lines(f"OpenClaw, Open WebUI: Current {name}",
               rf"(?:The )?[Cc]urrent {name}(?: is|:) {_MOMENT}", f"urrent {name}")

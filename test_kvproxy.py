@@ -3273,6 +3273,7 @@ RP_LIFTED = [  # (label of the row, text as its client writes it)
     ("Vibe, hermes: git status", "- Branch: trunk\n- Status: 2 modified, 1 untracked\n- Recent commits:\n    1a2b3c4 first\n    fedcba9 second"),
     ("Crush: git status", "Current branch: trunk\nStatus:\nM app.py\nA  new.py\n?? notes.txt"),
     ("Crush: git status", "Current branch: trunk\nStatus: clean"),
+    ("Copilot CLI: session", f"Session folder: ~/.copilot/session-state/{RP_UUID}"),
     ("OpenClaw, Open WebUI: Current date", "The current date is Tuesday, December 1, 2026."),
     ("OpenClaw, Open WebUI: Current date", "The current date is 2026-12-01 07:05:09."),
     ("OpenClaw, Open WebUI: Current time", "Current time is 07:05:09."),
