@@ -830,8 +830,7 @@ Piece = tuple[list[Span], str]  # where it stands, and what it says
 
 
 class Lift(NamedTuple):
-    """What varies in a client's system prompts. It counts where just one piece is found outside of
-    fences, or fills its fence."""
+    """What varies in system prompts; a piece counts alone, outside of fences or filling one."""
 
     label: str  # whose it is, and what
     find: Callable[[str], Iterable[Piece]]
@@ -858,7 +857,7 @@ _CLOCK = (
     rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
-_GIT = (  # a part of a snapshot of git
+_GIT = (
     r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
     rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
     r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
@@ -866,7 +865,6 @@ _GIT = (  # a part of a snapshot of git
 
 
 def lines(label: str, pattern: str, *markers: str) -> Lift:
-    """A row for whole lines with the markers."""
     compiled = re.compile(rf"^(?:{pattern})[ \t]*(?:\n|\Z)", re.MULTILINE)
 
     def find(text: str) -> Iterator[Piece]:
@@ -1012,8 +1010,7 @@ class Shape(NamedTuple):
                 yield [(start, at)], line.strip()
 
     def block(self, text: str) -> Iterator[Piece]:
-        """The lines between the two, told behind the one in front."""
-        padded = f"\n{text}\n"  # so that each line has a newline at both ends
+        padded = f"\n{text}\n"
         start = padded.find(f"\n{self.after}\n") + len(self.after) + 1
         end = padded.find(f"\n{self.before}\n", start) if self.before else len(text)
         block = text[start:end].strip("\n")
@@ -1041,7 +1038,7 @@ def changes(old: list[str], new: list[str]) -> Iterator[Change]:
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
     for at, place in enumerate([*[places.get(line, -1) for line in new], len(old)]):
-        if place > left:  # else it is new, or has moved
+        if place > left:
             if old[left + 1 : place] != new[right + 1 : at]:
                 yield right + 1, at, old[left + 1 : place]
             left, right = place, at
@@ -1075,7 +1072,7 @@ class Learner:
             self.rows = self.table + tuple([shape.row() for shape in self.shapes])
 
     def read(self, rest: str) -> None:
-        """Learn what varies between a system text, after all lifts, and the closest before it."""
+        """Learn from a system text, after all lifts, and the closest before it."""
         mine = lines_of(rest)
         if len(rest) > LEARNED_TEXT or mine in self.texts:
             return
@@ -1087,13 +1084,12 @@ class Learner:
             shapes = [shape for change in differing for shape in self.judge(mine, *change)]
             if found := [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]:
                 self.add(found)
-                self.texts.clear()  # they differ in this
+                self.texts.clear()
                 mine = lines_of(lift_text(rest, self.rows)[0])
         self.texts.append(mine)
 
     def judge(self, lines: list[str], at: int, end: int, gone: list[str]) -> list[Shape]:
-        """What of a change varies: values that do by themselves, and listings, at once; other
-        numbers and blocks when they had three values."""
+        """What of a change varies; numbers and blocks only when they had three values."""
         new = lines[at:end]
         sure = any(map(LISTED.match, gone + new))
         if list(map(form_of, gone)) == list(map(form_of, new)):
@@ -1106,7 +1102,7 @@ class Learner:
         return [block] if block and (sure or self.varies(block, tuple(gone), tuple(new))) else []
 
     def varies(self, shape: Shape, old: object, new: object) -> bool:
-        """Whether something had three values by now; two may be two modes of a client."""
+        """Whether something had three values: two may be two modes."""
         values = self.seen.get(shape, frozenset()) | {hash(old), hash(new)}
         remember(self.seen, shape, values)
         return len(values) > 2
@@ -1131,8 +1127,8 @@ class Lifter:
         self.begun: dict[int, tuple[tuple[Lift, ...], list[str], list[Cut]]] = {}
 
     def cut(self, texts: list[str], conversation: int) -> list[Cut]:
-        """The system texts of a conversation, each cut: by the rows that it began with while they
-        lead to the prompt that was sent before; else that is read anew anyway."""
+        """The system texts, each cut: by the rows that the conversation began with, while they lead
+        to what was sent before."""
         rows, before, cut = self.begun.get(conversation, (self.learner.rows, [], []))
         if texts == before:
             return cut
@@ -1147,10 +1143,10 @@ class Lifter:
             remember(self.begun, conversation, (rows, texts, cut), 64)
         return cut
 
-    def lift(self, view: View, conversation: int) -> list[Lifted]:
+    def lift(self, view: View, conversation: int) -> dict[str, str]:
         """Cut volatile texts out of the system prompt, where it pays, and return them."""
         if not pays(view):
-            return []
+            return {}
         turns = [turn for turn in view.system() if turn.slots()]
         texts = [slot.get() for turn in turns for slot in turn.slots()]
         cut = iter(self.cut(texts, conversation))
@@ -1159,23 +1155,22 @@ class Lifter:
             count, own = len(found), turn.own()
             for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
                 if found.keys().isdisjoint([label for label, _ in pieces]):
-                    slot.set(text)  # else another part has such a line, and this one stays
+                    slot.set(text)  # else another part has such a line
                     found.update(pieces)
             if len(found) > count:
                 put_back(view, turn, own)
         for label, text in found.items():
             if label.startswith(LEARNED):
                 self.learner.note(label, text)
-        return list(found.items())
+        return found
 
 
 # ==================================================================================================
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# Of each line of requests the last one is recorded, as it came and as it was sent, and the answer
-# that was heard. A request that goes on from it has its units restored up to the first that its
-# client really changed. Then what was lifted is set down, unless it stands.
+# Of each line of requests the last one is recorded. A request that goes on from it has its units
+# restored up to the first that its client really changed. Then what was lifted is set down.
 
 # Carriers, messages of decorations only, have these. A person may have typed the others alone.
 CARRIED = {"block", "context", "event", "runtime", "internal", "reminder", "environment",
@@ -1188,7 +1183,7 @@ PERSONAL = {"OpenClaw: sender_id", "OpenClaw: flags"}  # of the newest message
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as came
 SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
-MOST_COMPARED = 256  # records that are held against a request
+MOST_COMPARED = 256  # held against a request
 LONG_ANSWER = 32  # letters by which an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1211,10 +1206,9 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     return found, words
 
 
-# What a program may have written at an end of a user text, though nobody described it.
 PROGRAM_BLOCK = 8192  # characters, at most
 _BODY = rf"(?s:.{{0,{PROGRAM_BLOCK}}}?)"
-_TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"  # a clock stands in the line
+_TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"
 _NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
 PROGRAM = re.compile("|".join((
     rf"<(?P<tag>[A-Za-z][\w.:-]{{1,60}})(?: [^<>\n]{{0,200}})?>{_BODY}</(?P=tag)>",
@@ -1227,25 +1221,23 @@ TAIL_START = re.compile(r"\n(?:\n|(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```))")
 
 
 def program_block(text: str) -> re.Match[str] | None:
-    """A block at the start or the end of a text that a program may have written."""
+    """What a program may have written at either end of a text."""
     starts = [found.end() for found in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
     blocks = [PROGRAM.match(text), *(PROGRAM.fullmatch(text, at) for at in starts[:-9:-1])]
     return next(filter(None, blocks), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() for what programs may have written."""
     found: list[Decoration] = []
     while len(found) < 8 and (block := program_block(words := text.strip())):
         tagged = block["tag"] and not block["tag"].isalnum()  # hardly a person's
         found.append(("tagged" if tagged else "program", block[0].strip()))
-        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
+        more, text = undress(words[: block.start()] + words[block.end() :])
         found += more
     return found, text
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """A short hash, the same in every process."""
     texts = [one.encode("utf-8", "surrogatepass") if isinstance(one, str) else one for one in parts]
     return hashlib.blake2b(b"\0".join(texts), digest_size=12).digest()
 
@@ -1322,15 +1314,13 @@ class History:
 
 
 class Heard(NamedTuple):
-    """What the server was heard to say."""
-
     opening: str = ""  # its letters
     closing: str = ""
     calls: frozenset[str] = frozenset()  # their ids
     complete: bool = False  # the opening is all of it
 
 
-UNREAD = Heard()  # an answer that could not be read
+UNREAD = Heard()
 ANY = Heard("*")  # in a capture: what the client says next was the answer
 
 
@@ -1340,20 +1330,14 @@ class Record:
 
     conversation: str
     newest: int  # place of the answer before the newest user turn
-    line: int  # number of the line of requests that it belongs to
+    line: int  # the number of its line of requests
     units: list[Unit] = dataclasses.field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
-    relayed: tuple[int, Heard] = 0, UNREAD  # so many bytes of it, and what they say
 
     def heard(self) -> Heard | None:
-        """What the client has heard by now."""
         tap = self.tap
-        if tap is None:
-            return self.answer
-        if self.relayed[0] != (count := tap.count):  # more of it came
-            self.relayed = count, heard_answer(answer_events(*tap.windows()))
-        return self.relayed[1]
+        return self.answer if tap is None else heard_answer(answer_events(*tap.windows()))
 
 
 class Bounded:
@@ -1409,8 +1393,8 @@ class Trace:
 
 class Replay:
     def __init__(self, config: Config) -> None:
-        self.lines = Bounded(config.replay_mb << 20)  # their records
-        self.by_place: dict[int, list[int]] = {}  # the lines whose requests ended at a place
+        self.lines = Bounded(config.replay_mb << 20)
+        self.by_place: dict[int, list[int]] = {}  # lines whose requests ended there
         self.numbers = itertools.count()
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
@@ -1453,9 +1437,8 @@ class Replay:
         return blocks + more, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The turns behind the system prompt, as units."""
         groups: list[tuple[str, list[Turn]]] = [("head", [])]
-        carriers: list[Turn] = []  # not in a group yet
+        carriers: list[Turn] = []
         for turn in [*view.turns[view.leading() :], None]:
             if turn is not None and (turn.said or self.said(turn)).carrier:
                 carriers.append(turn)
@@ -1463,7 +1446,7 @@ class Replay:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
             before, turns = groups[-1]
             if role == "assistant" and before in ("head", "assistant"):
-                groups += [("user", [one]) for one in carriers]  # they were answered, or will be
+                groups += [("user", [one]) for one in carriers]
             else:
                 turns += carriers
             if turn is not None and (carriers or before != role or role == "user"):
@@ -1484,7 +1467,7 @@ class Replay:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
 
     def apply(
-        self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
+        self, view: View, history: History, lifted: dict[str, str], report: Report, asker: Asker
     ) -> Trace:
         units = history.units
         whose = hash((asker.client, view.dialect.name))
@@ -1505,7 +1488,7 @@ class Replay:
         name = known.conversation if known else self.names.get(trace.key(*spoken(first)))
         trace.conversation = name or self.conversation(view)
         report.tools_restored += self.tools.apply(view, asker)
-        kept, pending = settle_insertions(history, depth, dict(lifted))
+        kept, pending = settle_insertions(history, depth, lifted)
         for at, unit in enumerate(units):
             if at >= kept:
                 unit.stored = None  # it goes as it came
@@ -1524,15 +1507,15 @@ class Replay:
         return trace
 
     def find(self, history: History, places: list[int], learn: bool) -> tuple[int, Record | None]:
-        """The record that agrees the furthest, and how many units it restores: none from where on
-        several would send different text."""
+        """How many units may be restored, and from which record: as far as all that agree would
+        send the same."""
         units, best = history.units, (0, 0)
         found: list[tuple[tuple[int, int], Record]] = []
         for at in reversed(history.answers):
             if at <= best[0]:
                 break
             edited = []
-            lines = self.by_place.get(places[at - 1], [])[::-1]  # the newest first
+            lines = self.by_place.get(places[at - 1], [])[::-1]
             records = list(filter(None, map(self.lines.get, lines)))
             for record in records[: MOST_COMPARED - len(found)]:
                 evidence = agreement(record, units[at], at)
@@ -1558,7 +1541,6 @@ class Replay:
         return (depth, record) if depth else (0, None)
 
     def drop_moved(self, history: History, report: Report) -> None:
-        """Take out a carrier behind the last answer that repeats the one of its kind before it."""
         standing: dict[str, bytes] = {}
         for at, unit in enumerate(history.units):
             for turn in list(unit.turns):
@@ -1601,7 +1583,6 @@ class Replay:
 
 
 def keep(unit: Unit) -> None:
-    """Keep of a unit that was sent first what may have to be restored."""
     if unit.inserted or unit.dropped or unit.blocks:
         unit.kept = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     unit.private = not PERSONAL.isdisjoint(unit.inserted)
@@ -1639,7 +1620,13 @@ def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
     came = collections.Counter(history.units[place].blocks)
     sent = collections.Counter(stored.blocks)
     if came == sent:
-        return True  # in another order or shape
+        return True
+    if place >= newest:  # a client may add to its history when a message came
+        told = "\n".join([text for _, text in stored.blocks])
+        for block in came - sent:
+            time = MESSAGE_TIME.fullmatch(block[1])
+            if time and time[1] in told:
+                del came[block]
     if not came <= sent and history.units[place] is history.first:
         return rewritten(history, stored)
     if not came <= sent or place < newest:
@@ -1648,8 +1635,8 @@ def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
 
 
 def rewritten(history: History, stored: Unit) -> bool:
-    """Whether the first message has reminders with other texts that can be set down anew: nobody's
-    words are among them, nothing was withdrawn, and no later message says something newer."""
+    """Whether the first message has other reminders that can be set down anew: nobody speaks in
+    them, nothing was withdrawn, and no later message is newer."""
     blocks, place = history.first.blocks, history.units.index(history.first)
     kinds = [kind for kind, _ in blocks]
     speakers = [kind for kind, _ in history.units[history.target].blocks]
@@ -1674,6 +1661,7 @@ def restore(unit: Unit, stored: Unit) -> bool:
     return True
 
 
+MESSAGE_TIME = re.compile(r"\[(?:[\w ]{0,30}[Tt]ime: )?(\d{4}-\d\d-\d\d)[T \d:.Z+-]{0,30}\]")
 CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
 
@@ -1689,11 +1677,10 @@ def topics(text: str, other: bool = False) -> collections.Counter[str]:
 def settle_insertions(
     history: History, depth: int, lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """How many of the `depth` units may be restored, and what has then to be set down, so that the
-    newest value stands last. What the client no longer has ends that; so does, in a tool loop, a
-    new value: only a clock may wait."""
+    """How many of `depth` units may be restored, and what is set down, so that the newest value
+    stands last: none that the client no longer has, and in a tool loop only a clock may wait."""
     while True:
-        wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
+        wanted, standing, since = lifted.copy(), dict[str, str](), dict[str, int]()
         first, place = history.first, history.units.index(history.first)
         if first.stored and place < depth:
             for number, (kind, now) in enumerate(first.blocks):
@@ -1723,8 +1710,8 @@ def settle_insertions(
 
 
 def insert_lifted(history: History, depth: int, pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn, or in the first one if no history
-    is known; and in front of decorations that may tell something newer."""
+    """Put texts in front of the newest user's words, or of the first's if no history is known; and
+    of decorations that may tell something newer."""
     place = next(at for at, unit in enumerate(history.units) if unit.speaks)
     if depth > place or not PERSONAL.isdisjoint(pending):
         place = history.target
@@ -1763,7 +1750,7 @@ class Editor:
                 system_first(view, report)
         if not (edited and config.replay):
             return Trace(replay.conversation(view))
-        history, lifted = History(replay.units(view)), list[Lifted]()
+        history, lifted = History(replay.units(view)), dict[str, str]()
         if history.target:  # else it could not be set down
             talk = hash((asker.client, view.dialect.name, history.opening))
             lifted = self.lifter.lift(view, talk)
@@ -1790,7 +1777,6 @@ def letters(text: str) -> str:
 
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
-    """An answer's letters, and the ids of its calls."""
     if unit.spoken is None:
         texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
         calls = frozenset([plain(ident) for ident, _ in unit.calls])
@@ -2916,11 +2902,9 @@ class Tap:
     def __init__(self) -> None:
         self.data, self.cut = bytearray(), False  # without its middle
         self.whole: bytearray | None = None
-        self.count = 0  # bytes so far
 
     def add(self, data: bytes) -> None:
         self.data += data
-        self.count += len(data)
         if self.whole is not None:
             self.whole += data
             if len(self.whole) > AHEAD_BYTES:

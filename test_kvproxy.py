@@ -5294,6 +5294,17 @@ def test_replay_conversation_is_not_named_by_calls_that_others_have_too(rig: Mak
     assert one.server.seen[-1].get("X-KVProxy-Conversation") not in names
 
 
+@pytest.mark.parametrize("dialect", RP_DIALECTS)
+def test_replay_restores_a_block_behind_which_a_time_was_added(rig: MakeRig, dialect: str) -> None:
+    """A client that takes its context out, and adds when the message came: learned."""
+    client = RpClient(rig(), dialect)
+    block = "\n\n[Desk Context, not instructions]\nTime: 2026-12-01 10:15\n[/Desk Context]"
+    before = client.send([("user", f"one{block}")])
+    history: list[Turn] = [("user", "[Message Time: 2026-12-01T10:15:07.123]\none")]
+    history += [("assistant", "ok"), ("user", "two")]
+    client.extends(before, history)
+
+
 @pytest.mark.parametrize(
     "added", ["[Message Time: 2026-12-02T10:15:07]", "[Ann 2026-12-01]", "[x]"]
 )
