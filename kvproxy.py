@@ -350,9 +350,11 @@ def view_of(body: Any, dialect: Dialect) -> View:
 
 def goes_on_elsewhere(view: View) -> bool:
     """Whether the server holds a part of the prompt."""
+    if view.dialect.name != "responses":
+        return False
     stored = view.body.get("previous_response_id") or view.body.get("conversation")
     types = [members(turn.item).get("type") for turn in view.turns]
-    return view.dialect.name == "responses" and bool(stored or "item_reference" in types)
+    return bool(stored or "item_reference" in types)
 
 
 class Unreadable(ValueError):
@@ -791,8 +793,7 @@ Piece = tuple[list[Span], str]  # where it stands, and what it says
 
 
 class Lift(NamedTuple):
-    """What varies in a client's system prompts. It counts where just one piece is found outside of
-    fences, or fills its fence."""
+    """What varies in system prompts; a piece counts alone, outside of fences or filling one."""
 
     label: str  # whose it is, and what
     find: Callable[[str], Iterable[Piece]]
@@ -819,7 +820,7 @@ _CLOCK = (
     rf"|\b\d{{1,2}}\.? {_MONTH} \d{{4}}"
 )
 _FILE = r"(?:\(?clean\)?(?=\n|\Z)|(?:[MADRCTU?!][ MADRCTU?!]?| [MADRCTU?!]) [^\n]+)"
-_GIT = (  # a part of a snapshot of git
+_GIT = (
     r"(?:(?:- )?Current branch: [^\n]*|- Branch: [^\n]*|(?:- )?Main branch [^\n]*"
     rf"|Git user: [^\n]*|(?:- )?(?:Git )?[Ss]tatus: ?[^\n]*(?:\n{_FILE})*"
     r"|(?:- )?Recent commits:(?:\n {0,4}[0-9a-f]{7,40} [^\n]*)+)"
@@ -827,7 +828,6 @@ _GIT = (  # a part of a snapshot of git
 
 
 def lines(label: str, pattern: str, *markers: str) -> Lift:
-    """A row for whole lines with the markers."""
     compiled = re.compile(rf"^(?:{pattern})[ \t]*(?:\n|\Z)", re.MULTILINE)
 
     def find(text: str) -> Iterator[Piece]:
@@ -840,7 +840,6 @@ def lines(label: str, pattern: str, *markers: str) -> Lift:
 
 
 def inbound_member(name: str) -> Lift:
-    """A row for a member of OpenClaw's inbound object."""
     pattern = member(name)
 
     def find(text: str) -> Iterator[Piece]:
@@ -968,17 +967,13 @@ class Shape(NamedTuple):
 
     def line(self, text: str) -> Iterator[Piece]:
         marker, at = max(self.form.split("#"), key=len), 0
-        for _ in range(8):
-            if (at := text.find(marker, at)) < 0:
-                return
-            start, at = text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1 or len(text)
-            line = text[start:at].rstrip("\n")
-            if len(line) <= LEARNED_LINE and form_of(line) == self.form:
+        for line in text.split("\n"):
+            start, at = at, at + len(line) + 1
+            if marker in line and len(line) <= LEARNED_LINE and form_of(line) == self.form:
                 yield [(start, at)], line.strip()
 
     def block(self, text: str) -> Iterator[Piece]:
-        """The lines between the two, told behind the one in front."""
-        padded = f"\n{text}\n"  # so that each line has a newline at both ends
+        padded = f"\n{text}\n"
         start = padded.find(f"\n{self.after}\n") + len(self.after) + 1
         end = padded.find(f"\n{self.before}\n", start) if self.before else len(text)
         block = text[start:end].strip("\n")
@@ -989,7 +984,6 @@ class Shape(NamedTuple):
 
 
 def lines_of(text: str) -> list[str]:
-    """Its lines, without empty ones."""
     return [line for line in text.split("\n") if line.strip()]
 
 
@@ -1007,7 +1001,7 @@ def changes(old: list[str], new: list[str]) -> Iterator[Change]:
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
     for at, place in enumerate([*[places.get(line, -1) for line in new], len(old)]):
-        if place > left:  # else it is new, or has moved
+        if place > left:
             if old[left + 1 : place] != new[right + 1 : at]:
                 yield right + 1, at, old[left + 1 : place]
             left, right = place, at
@@ -1027,7 +1021,7 @@ class Learner:
         self.lock = threading.Lock()
 
     def note(self, label: str, text: str) -> None:
-        """Count a new value of what is lifted: it would have been a miss."""
+        """Count a new value, which would have been a miss."""
         with self.lock:
             self.saved[label] += self.values.get(label, text) != text
             self.values[label] = text
@@ -1041,7 +1035,7 @@ class Learner:
             self.rows = self.table + tuple([shape.row() for shape in self.shapes])
 
     def read(self, rest: str) -> None:
-        """Learn what varies between a system text, after all lifts, and the closest before it."""
+        """Learn from a system text, after all lifts, and the closest before it."""
         mine = lines_of(rest)
         if len(rest) > LEARNED_TEXT or mine in self.texts:
             return
@@ -1053,13 +1047,12 @@ class Learner:
             shapes = [shape for change in differing for shape in self.judge(mine, *change)]
             if found := [shape for shape in shapes if lift_text(rest, [shape.row()])[1]]:
                 self.add(found)
-                self.texts.clear()  # they differ in this
+                self.texts.clear()
                 mine = lines_of(lift_text(rest, self.rows)[0])
         self.texts.append(mine)
 
     def judge(self, lines: list[str], at: int, end: int, gone: list[str]) -> list[Shape]:
-        """What of a change varies: values that do by themselves, and listings, at once; other
-        numbers and blocks when they had three values."""
+        """What of a change varies; numbers and blocks only when they had three values."""
         new = lines[at:end]
         sure = any(map(LISTED.match, gone + new))
         if list(map(form_of, gone)) == list(map(form_of, new)):
@@ -1072,7 +1065,7 @@ class Learner:
         return [block] if block and (sure or self.varies(block, tuple(gone), tuple(new))) else []
 
     def varies(self, shape: Shape, old: object, new: object) -> bool:
-        """Whether something had three values by now; two may be two modes of a client."""
+        """Whether something had three values: two may be two modes."""
         values = self.seen.get(shape, frozenset()) | {hash(old), hash(new)}
         remember(self.seen, shape, values)
         return len(values) > 2
@@ -1090,8 +1083,6 @@ class Learner:
 
 
 class Lifter:
-    """Cuts volatile texts out of system prompts."""
-
     def __init__(self, config: Config) -> None:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
@@ -1099,8 +1090,8 @@ class Lifter:
         self.begun: dict[int, tuple[tuple[Lift, ...], list[str], list[Cut]]] = {}
 
     def cut(self, texts: list[str], conversation: int) -> list[Cut]:
-        """The system texts of a conversation, each cut: by the rows that it began with while they
-        lead to the prompt that was sent before; else that is read anew anyway."""
+        """The system texts, each cut: by the rows that the conversation began with, while they lead
+        to what was sent before."""
         rows, before, cut = self.begun.get(conversation, (self.learner.rows, [], []))
         if texts == before:
             return cut
@@ -1115,10 +1106,10 @@ class Lifter:
             remember(self.begun, conversation, (rows, texts, cut), 64)
         return cut
 
-    def lift(self, view: View, conversation: int) -> list[Lifted]:
+    def lift(self, view: View, conversation: int) -> dict[str, str]:
         """Cut volatile texts out of the system prompt, where it pays, and return them."""
         if not pays(view):
-            return []
+            return {}
         turns = [turn for turn in view.system() if turn.slots()]
         texts = [slot.get() for turn in turns for slot in turn.slots()]
         cut = iter(self.cut(texts, conversation))
@@ -1127,27 +1118,24 @@ class Lifter:
             count, own = len(found), turn.own()
             for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
                 if found.keys().isdisjoint([label for label, _ in pieces]):
-                    slot.set(text)  # else another part has such a line, and this one stays
+                    slot.set(text)  # else another part has such a line
                     found.update(pieces)
             if len(found) > count:
                 put_back(view, turn, own)
         for label, text in found.items():
             if label.startswith(LEARNED):
                 self.learner.note(label, text)
-        return list(found.items())
+        return found
 
 
 # ==================================================================================================
 # Replay: history is sent again as it was sent
 # ==================================================================================================
 
-# A request becomes units: a user turn, an answer (the assistant's turns in a row), a batch of tool
-# results, each with the carriers behind it (messages that are decoration only). Of each line of
-# requests the last one is recorded, as it came and as it was sent, and the answer that was heard. A
-# request that goes on from it has its units restored up to the first that its client really
-# changed. Then what was lifted is set down, unless it stands.
+# Of each line of requests the last one is recorded. A request that goes on from it has its units
+# restored up to the first that its client really changed. Then what was lifted is set down.
 
-# Carriers are made of these decorations. Of the others alone a person may have typed a message.
+# Carriers, messages of decorations only, have these. A person may have typed the others alone.
 CARRIED = {"block", "context", "event", "runtime", "internal", "reminder", "environment",
            "yours", "tagged"}  # fmt: skip
 MOVED = {"runtime", "internal", "context"}  # carriers that OpenClaw moves to the end
@@ -1158,7 +1146,7 @@ PERSONAL = {"OpenClaw: sender_id", "OpenClaw: flags"}  # of the newest message
 SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as came
 SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
-MOST_COMPARED = 256  # records that are held against a request
+MOST_COMPARED = 256  # held against a request
 LONG_ANSWER = 32  # letters by which an answer is known again
 
 Decoration = tuple[str, str]  # kind, text
@@ -1167,32 +1155,23 @@ Decoration = tuple[str, str]  # kind, text
 def undress(text: str) -> tuple[list[Decoration], str]:
     """The decorations at both ends of a user text, and what stands between them."""
     found, start = lead(text)
-    end = text_end(text, start, len(text))
-    while end > start:
-        kind, opening, _ = next(row for row in TAILS if text.endswith(row[2], start, end))
-        at = text.rfind(opening, start, end) + (kind == "line")
-        if at <= start or text[at - 1] != "\n":
+    words = text[start:].rstrip()
+    while words:
+        kind, opening, _ = next(row for row in TAILS if words.endswith(row[2]))
+        at = words.rfind(opening) + (kind == "line")
+        if at <= 0 or words[at - 1] != "\n":
             break
-        if kind == "line" and not TAIL_LINE.match(text, at, end):
+        if kind == "line" and not TAIL_LINE.match(words, at):
             break
-        found.append((kind, text[at:end]))
+        found.append((kind, words[at:]))
         check_limit("decorations of a text", len(found))
-        end = text_end(text, start, at)
-    return found, text[start:end]
+        words = words[:at].rstrip()
+    return found, words
 
 
-def text_end(text: str, start: int, end: int) -> int:
-    """Where text[start:end] ends without the space behind it."""
-    while end > start and text[end - 1].isspace():
-        end -= 1
-    return end
-
-
-# What a program may have written at an end of a user text, though nobody described it. It is
-# restored if the client takes it out of its history.
 PROGRAM_BLOCK = 8192  # characters, at most
 _BODY = rf"(?s:.{{0,{PROGRAM_BLOCK}}}?)"
-_TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"  # a clock stands in the line
+_TIMED = rf"(?=[^\n]{{0,120}}?(?:{_CLOCK}))"
 _NAMED = r"[A-Z][\w .,&/()-]{1,40}: "
 PROGRAM = re.compile("|".join((
     rf"<(?P<tag>[A-Za-z][\w.:-]{{1,60}})(?: [^<>\n]{{0,200}})?>{_BODY}</(?P=tag)>",
@@ -1205,33 +1184,28 @@ TAIL_START = re.compile(r"\n(?:\n|(?=<[A-Za-z]|\[|[^\n`{}]{1,200}:\n```))")
 
 
 def program_block(text: str) -> re.Match[str] | None:
-    """A block at the start or the end of a text that a program may have written."""
+    """What a program may have written at either end of a text."""
     starts = [found.end() for found in TAIL_START.finditer(text, max(0, len(text) - PROGRAM_BLOCK))]
     blocks = [PROGRAM.match(text), *(PROGRAM.fullmatch(text, at) for at in starts[:-9:-1])]
     return next(filter(None, blocks), None)
 
 
 def strip_programs(text: str) -> tuple[list[Decoration], str]:
-    """undress() for what programs may have written; a message that is `tagged` alone is hardly a
-    person's."""
     found: list[Decoration] = []
     while len(found) < 8 and (block := program_block(words := text.strip())):
-        tagged = block["tag"] and not block["tag"].isalnum()
+        tagged = block["tag"] and not block["tag"].isalnum()  # hardly a person's
         found.append(("tagged" if tagged else "program", block[0].strip()))
-        more, text = undress(words[: block.start()] + words[block.end() :])  # one of them is empty
+        more, text = undress(words[: block.start()] + words[block.end() :])
         found += more
     return found, text
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """A short hash, the same in every process."""
     texts = [one.encode("utf-8", "surrogatepass") if isinstance(one, str) else one for one in parts]
     return hashlib.blake2b(b"\0".join(texts), digest_size=12).digest()
 
 
 class Said(NamedTuple):
-    """What a turn says, as digests."""
-
     words: bytes = b""  # without decorations, reasoning, and the spelling of ids
     whole: bytes = b""
     blocks: tuple[Decoration, ...] = ()
@@ -1255,8 +1229,8 @@ def together(role: str, said: list[Said]) -> Said:
 
 
 class Unit:
-    """A user turn, an answer or a batch of tool results, and the carriers behind it. The first unit
-    of a request has nothing but carriers."""
+    """A user turn, an answer (the assistant's turns in a row) or a batch of tool results, and the
+    carriers behind it. A request's first unit has nothing but carriers."""
 
     stored: Unit | None = None  # as it was sent before
     inserted: Mapping[str, str] = {}  # what was set down in it, by label
@@ -1264,6 +1238,7 @@ class Unit:
     kept: list[Turn] | None = None  # as sent, but for fixed() turns
     heard = False  # an answer that the server was heard to give here
     private = False  # what was sent says more than what came
+    spoken: tuple[str, frozenset[str]] | None = None  # while its request is edited
 
     def __init__(self, role: str, turns: list[Turn]) -> None:
         self.role, self.turns = role, turns
@@ -1282,7 +1257,6 @@ class Unit:
         return sum(1 for turn in self.turns if not (turn.said and turn.said.carrier))
 
     def sent(self) -> object:
-        """What is restored, to be compared."""
         return [turn.json() for turn in self.kept or ()], self.calls
 
 
@@ -1292,28 +1266,24 @@ class History:
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         self.answers = [at for at, unit in enumerate(units) if unit.role == "assistant"]
-        self.last = self.answers[-1] if self.answers else 0
+        self.last = max(self.answers, default=0)
         self.first = next((unit for unit in units if unit.role == "user"), units[0])
-        self.opening = self.first.words or self.first.whole if self.first.turns else b""
+        self.opening = self.first.words or self.first.whole
         self.target = max([at for at, unit in enumerate(units) if unit.speaks], default=0)
         # What is behind the answer that precedes the newest words is new.
         self.newest = max([at for at in self.answers if at < self.target], default=0)
         behind = units[self.last :] if self.last else []
-        kinds = [kind for unit in behind for kind, _ in unit.blocks]
-        self.moved = MOVED.intersection(kinds)  # kinds of carriers behind the last answer
+        self.moved = MOVED & {kind for unit in behind for kind, _ in unit.blocks}
 
 
 class Heard(NamedTuple):
-    """What the server was heard to say: letters at the beginning and the end, and ids of tool
-    calls. `complete`: the beginning is all of it."""
-
-    opening: str = ""
+    opening: str = ""  # its letters
     closing: str = ""
-    calls: frozenset[str] = frozenset()
-    complete: bool = False
+    calls: frozenset[str] = frozenset()  # their ids
+    complete: bool = False  # the opening is all of it
 
 
-UNREAD = Heard()  # an answer that could not be read
+UNREAD = Heard()
 ANY = Heard("*")  # in a capture: what the client says next was the answer
 
 
@@ -1323,20 +1293,18 @@ class Record:
 
     conversation: str
     newest: int  # place of the answer before the newest user turn
-    line: int  # number of the line of requests that it belongs to
+    line: int  # the number of its line of requests
     units: list[Unit] = dataclasses.field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
 
     def heard(self) -> Heard | None:
-        """What the client has heard by now."""
         tap = self.tap
         return self.answer if tap is None else heard_answer(answer_events(*tap.windows()))
 
 
 class Bounded:
-    """Values of so many bytes by their keys; the least recently used go first. The lock is held for
-    single steps."""
+    """Values of so many bytes by their keys; the least recently used go first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -1344,26 +1312,22 @@ class Bounded:
         self.values: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
     def get(self, key: int) -> Any:
-        with self.lock:
-            if key in self.values:
-                self.values.move_to_end(key)
-            return self.values.get(key, (None, 0))[0]
+        with suppress(KeyError):  # without the lock, for which many threads would wait
+            self.values.move_to_end(key)
+        return self.values.get(key, (None, 0))[0]
 
     def drop(self, key: int) -> None:
         with self.lock:
-            gone = self.values.pop(key, (None, 0))
-            self.size -= gone[1]
+            self.size -= self.values.pop(key, (None, 0))[1]
 
     def put(self, key: int, value: Any, size: int) -> None:
-        self.drop(key)
-        gone = []  # is freed without the lock
         with self.lock:
+            self.size -= self.values.pop(key, (None, 0))[1]
             if size <= self.limit >> 1:
                 self.values[key] = value, size
                 self.size += size
             while self.size > self.limit:
-                gone.append(self.values.popitem(last=False)[1])
-                self.size -= gone[-1][1]
+                self.size -= self.values.popitem(last=False)[1][1]
 
 
 class Asker(NamedTuple):
@@ -1379,8 +1343,6 @@ ANYBODY = Asker()
 
 @dataclasses.dataclass
 class Trace:
-    """Where a request stands among conversations."""
-
     conversation: str = ""
     record: Record | None = None
     whose: int = 0  # a hash of the client and the dialect
@@ -1393,19 +1355,14 @@ class Trace:
 
 
 class Replay:
-    """Restores what a client took out of its history, and sets down what was lifted."""
-
     def __init__(self, config: Config) -> None:
-        self.lines = Bounded(config.replay_mb << 20)  # their records
-        self.by_place: dict[int, list[int]] = {}  # the lines whose requests ended at a place
+        self.lines = Bounded(config.replay_mb << 20)
+        self.by_place: dict[int, list[int]] = {}  # lines whose requests ended there
         self.numbers = itertools.count()
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.learns = config.learn
         self.names: dict[int, str] = {}  # conversations by their answers
-
-    def size(self) -> int:
-        return self.lines.size + self.tools.known.size
 
     def said(self, turn: Turn) -> Said:
         if turn.said is None:
@@ -1428,10 +1385,11 @@ class Replay:
         if alone and not carrier:  # a person may have typed it
             words, blocks = told, []
         said = digest("user", words, *beside) if words or beside else b""
-        return Said(said, whole, tuple(blocks), carrier, bool(words or others), calls)
+        speaks = bool(undressed and (words or others))
+        return Said(said, whole, tuple(blocks), carrier, speaks, calls)
 
     def undress(self, text: str) -> tuple[list[Decoration], str]:
-        """undress() that also finds what REPLAY_REGEX describes, and what programs wrote."""
+        """undress() that also finds what REPLAY_REGEX or programs wrote."""
         blocks, words = undress(text)
         for pattern in self.patterns:
             found = [("yours", match[0].strip()) for match in pattern.finditer(words) if match[0]]
@@ -1442,9 +1400,8 @@ class Replay:
         return blocks + more, words.strip()
 
     def units(self, view: View) -> list[Unit]:
-        """The turns behind the system prompt, as units."""
         groups: list[tuple[str, list[Turn]]] = [("head", [])]
-        carriers: list[Turn] = []  # not in a group yet
+        carriers: list[Turn] = []
         for turn in [*view.turns[view.leading() :], None]:
             if turn is not None and (turn.said or self.said(turn)).carrier:
                 carriers.append(turn)
@@ -1452,7 +1409,7 @@ class Replay:
             role = "assistant" if turn is None or turn.role == "reasoning" else turn.role
             before, turns = groups[-1]
             if role == "assistant" and before in ("head", "assistant"):
-                groups += [("user", [one]) for one in carriers]  # they were answered, or will be
+                groups += [("user", [one]) for one in carriers]
             else:
                 turns += carriers
             if turn is not None and (carriers or before != role or role == "user"):
@@ -1463,28 +1420,27 @@ class Replay:
         return [Unit(*group) for group in groups]
 
     def conversation(self, view: View) -> str:
-        """A conversation's name, from its system prompt and the first user's words."""
+        """Its name, from the system prompt and the first user's words."""
         opening = History(self.units(view)).opening
         return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
 
     def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note whose answer it is, should the conversation's front be rewritten."""
+        """Note whose it is, should the conversation's front be rewritten."""
         if answer.complete:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
 
     def apply(
-        self, view: View, history: History, lifted: list[Lifted], report: Report, asker: Asker
+        self, view: View, history: History, lifted: dict[str, str], report: Report, asker: Asker
     ) -> Trace:
-        """Restore history, set lifted text down, and drop carriers that stand there already."""
         units = history.units
         whose = hash((asker.client, view.dialect.name))
         place = hash((whose, *[turn.text() for turn in view.system()]))
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
         added = 0
-        for unit, stored in zip(units[:depth], known.units if known else (), strict=False):
+        for unit, stored in zip(units[:depth], known.units if known else [], strict=False):
             unit.stored = stored
-            if stored.kept is not None:
+            if stored.kept:
                 added += size_of(stored.kept) - size_of(unit.turns[unit.fixed() :])
         if known and added > asker.size + SLACK:
             if asker.learn:
@@ -1495,7 +1451,7 @@ class Replay:
         name = known.conversation if known else self.names.get(trace.key(*spoken(first)))
         trace.conversation = name or self.conversation(view)
         report.tools_restored += self.tools.apply(view, asker)
-        kept, pending = settle_insertions(history, depth, dict(lifted))
+        kept, pending = settle_insertions(history, depth, lifted)
         for at, unit in enumerate(units):
             if at >= kept:
                 unit.stored = None  # it goes as it came
@@ -1503,7 +1459,7 @@ class Replay:
                 report.replayed += restore(unit, old)
         report.lifted += len(lifted)
         if pending:
-            insert_lifted(view, history, kept, pending)
+            insert_lifted(history, kept, pending)
         if history.moved:
             self.drop_moved(history, report)
         view.turns = view.turns[: view.leading()]
@@ -1514,23 +1470,23 @@ class Replay:
         return trace
 
     def find(self, history: History, places: list[int], learn: bool) -> tuple[int, Record | None]:
-        """The record that agrees the furthest, and how many units it restores: none from where on
-        several would send different text."""
+        """How many units may be restored, and from which record: as far as all that agree would
+        send the same."""
         units, best = history.units, (0, 0)
         found: list[tuple[tuple[int, int], Record]] = []
         for at in reversed(history.answers):
             if at <= best[0]:
                 break
             edited = []
-            for line in self.by_place.get(places[at - 1], [])[::-1]:  # the newest first
-                record = self.lines.get(line)
-                if record is not None and len(found) < MOST_COMPARED:
-                    evidence = agreement(record, units[at], at)
-                    depth = reach_of(history, record, at, evidence)
-                    found.append(((depth, evidence if depth == at else 0), record))
-                    best = max(best, found[-1][0])
-                    if evidence == 2 and depth < at:
-                        edited.append(line)
+            lines = self.by_place.get(places[at - 1], [])[::-1]
+            records = list(filter(None, map(self.lines.get, lines)))
+            for record in records[: MOST_COMPARED - len(found)]:
+                evidence = agreement(record, units[at], at)
+                depth = reach_of(history, record, at, evidence)
+                found.append(((depth, evidence if depth == at else 0), record))
+                best = max(best, found[-1][0])
+                if evidence == 2 and depth < at:
+                    edited.append(record.line)
             for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
         depth, evidence = best
@@ -1538,7 +1494,7 @@ class Replay:
             return 0, None
         record = next(record for reach, record in found if reach == best)
         rivals = [one for reach, one in found if reach in (best, (depth, 1)) and one is not record]
-        for at, unit in enumerate(record.units[:depth]):
+        for at, unit in enumerate(record.units[:depth] if rivals else ()):
             others = [one.units[at] for one in rivals if one.units[at] is not unit]
             if any(unit.sent() != other.sent() for other in others):
                 depth = at
@@ -1548,7 +1504,6 @@ class Replay:
         return (depth, record) if depth else (0, None)
 
     def drop_moved(self, history: History, report: Report) -> None:
-        """Take out a carrier behind the last answer that repeats the one of its kind before it."""
         standing: dict[str, bytes] = {}
         for at, unit in enumerate(history.units):
             for turn in list(unit.turns):
@@ -1563,7 +1518,6 @@ class Replay:
     def learn(
         self, trace: Trace, history: History, places: list[int], depth: int, known: Record | None
     ) -> None:
-        """Record a request, which goes on from the one that is known."""
         units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
@@ -1580,7 +1534,8 @@ class Replay:
                 sent = copy.copy(sent)
                 sent.whole, sent.came, sent.private = unit.whole, unit.blocks, True
             record.units.append(sent)
-            size += 3 * size_of(sent.kept or [])
+            if sent.kept:
+                size += 3 * size_of(sent.kept)
         self.lines.put(line, record, size)
         place = places[len(units) - 1]
         with self.lines.lock:
@@ -1591,15 +1546,13 @@ class Replay:
 
 
 def keep(unit: Unit) -> None:
-    """Keep of a unit that was sent first what may have to be restored."""
     if unit.inserted or unit.dropped or unit.blocks:
         unit.kept = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     unit.private = not PERSONAL.isdisjoint(unit.inserted)
-    unit.turns = []
+    unit.turns, unit.spoken = [], None
 
 
 def storable(turn: Turn) -> Turn:
-    """A turn without cache_control, which moves along."""
     item = bare(turn.item or {"role": "user", "content": turn.text()})
     if isinstance(content := item.get("content"), list):
         item["content"] = [bare(part) if isinstance(part, dict) else part for part in content]
@@ -1611,8 +1564,8 @@ def size_of(turns: list[Turn]) -> int:
 
 
 def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
-    """How many units before the answer at `at` a record restores; without evidence for that, those
-    before one that was heard, and what came as it came before."""
+    """How many units before the answer at `at` a record restores; without evidence only those
+    before one that was heard, and what came as before."""
     depth, alike = 0, True
     for place, stored in enumerate(record.units[:at]):
         unit = history.units[place]
@@ -1626,17 +1579,17 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
 
 def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
     """Whether a unit is what was sent, with its decorations as they were, or taken out when it
-    stopped being the newest. `newest`: in the request that was sent."""
+    stopped being the `newest`."""
     came = collections.Counter(history.units[place].blocks)
     sent = collections.Counter(stored.blocks)
     if came == sent:
-        return True  # in another order or shape
+        return True
     if place >= newest:  # a client may add to its history when a message came
-        told = [text for _, text in stored.blocks]
-        for kind, text in came - sent:
-            time = MESSAGE_TIME.fullmatch(text)
-            if time and any(time[1] in one for one in told):
-                del came[kind, text]
+        told = "\n".join([text for _, text in stored.blocks])
+        for block in came - sent:
+            time = MESSAGE_TIME.fullmatch(block[1])
+            if time and time[1] in told:
+                del came[block]
     if not came <= sent and history.units[place] is history.first:
         return rewritten(history, stored)
     if not came <= sent or place < newest:
@@ -1645,8 +1598,8 @@ def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
 
 
 def rewritten(history: History, stored: Unit) -> bool:
-    """Whether the first message has reminders with other texts that can be set down anew: nobody's
-    words are among them, nothing was withdrawn, and no later message says something newer."""
+    """Whether the first message has other reminders that can be set down anew: nobody speaks in
+    them, nothing was withdrawn, and no later message is newer."""
     blocks, place = history.first.blocks, history.units.index(history.first)
     kinds = [kind for kind, _ in blocks]
     speakers = [kind for kind, _ in history.units[history.target].blocks]
@@ -1662,7 +1615,7 @@ def rewritten(history: History, stored: Unit) -> bool:
 
 
 def restore(unit: Unit, stored: Unit) -> bool:
-    """Put a unit's stored form in its place; whether that changed anything."""
+    """Put its stored form in its place; whether that changed anything."""
     changed = bool(stored.calls) and respell(unit, stored.calls)
     came = [storable(turn).item for turn in unit.turns[unit.fixed() :]]
     if stored.kept is None or [turn.item for turn in stored.kept] == came:
@@ -1677,8 +1630,8 @@ ANY_TIME = re.compile(_CLOCK)
 
 
 def topics(text: str, other: bool = False) -> collections.Counter[str]:
-    """What the lines of a text are about: what stands before a colon. `other` lines may be about
-    anything (""), or count as they are. Listings and tags do not count."""
+    """What lines are about, without listings and tags: what stands before a colon. `other` lines
+    count as they are, or as ""."""
     lines = [line for line in lines_of(text) if line[0] != "<" and not LISTED.match(line)]
     labelled = [form_of(line).split(":") for line in lines]
     return collections.Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
@@ -1687,29 +1640,26 @@ def topics(text: str, other: bool = False) -> collections.Counter[str]:
 def settle_insertions(
     history: History, depth: int, lifted: dict[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """How many of the `depth` units may be restored, and what has then to be set down, so that the
-    newest value stands last. From a unit that holds what the client no longer has, its own form
-    goes; from the newest user turn, if something is new in a tool loop: only a clock may wait."""
+    """How many of `depth` units may be restored, and what is set down, so that the newest value
+    stands last: none that the client no longer has, and in a tool loop only a clock may wait."""
     while True:
-        wanted, standing, since = dict(lifted), dict[str, str](), dict[str, int]()
-        first = history.first
-        for number, (kind, now) in enumerate(first.blocks if first.stored else ()):
-            place, label = history.units.index(first), f"{REWRITTEN}{number}"
-            if kind in REWRITABLE and place < depth and first.stored:
-                wanted[label], since[label] = now, place
-                standing[label] = now if (kind, now) in first.stored.blocks else ""
+        wanted, standing, since = lifted.copy(), dict[str, str](), dict[str, int]()
+        first, place = history.first, history.units.index(history.first)
+        if first.stored and place < depth:
+            for number, (kind, now) in enumerate(first.blocks):
+                if kind in REWRITABLE:
+                    label = f"{REWRITTEN}{number}"
+                    wanted[label], since[label] = now, place
+                    standing[label] = now if (kind, now) in first.stored.blocks else ""
         for at, unit in enumerate(history.units[:depth]):
             if unit.stored and unit.stored.inserted:
                 standing.update(unit.stored.inserted)
                 since = {**dict.fromkeys(unit.stored.inserted, at), **since}
-        gone = [
-            since[label]
-            for label, text in standing.items()
-            if label not in wanted
-            or (
-                label.startswith((LEARNED, REWRITTEN)) and not topics(text) <= topics(wanted[label])
-            )
-        ]
+        gone = []
+        for label, text in standing.items():
+            told = topics(text if label.startswith((LEARNED, REWRITTEN)) else "")
+            if label not in wanted or not told <= topics(wanted[label]):
+                gone.append(since[label])
         if gone:
             depth = min(gone)
             continue
@@ -1722,9 +1672,9 @@ def settle_insertions(
         depth = history.target
 
 
-def insert_lifted(view: View, history: History, depth: int, pending: dict[str, str]) -> None:
-    """Put texts in front of what is said in the newest user turn, or in the first one if no history
-    is known; and in front of decorations that may tell something newer."""
+def insert_lifted(history: History, depth: int, pending: dict[str, str]) -> None:
+    """Put texts in front of the newest user's words, or of the first's if no history is known; and
+    of decorations that may tell something newer."""
     place = next(at for at, unit in enumerate(history.units) if unit.speaks)
     if depth > place or not PERSONAL.isdisjoint(pending):
         place = history.target
@@ -1736,11 +1686,6 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
     text = "\n\n".join(pieces)
     turn = unit.turns[0] = unit.turns[0].own()
     slots = turn.slots()
-    if not slots:
-        kind = "input_text" if view.dialect.name == "responses" else "text"
-        part = {"type": kind, "text": text}
-        Slot(turn, turn.holder, turn.key).set([part, *turn.holder[turn.key]])
-        return
     told = "\n".join([block for _, block in unit.blocks])
     dated = ANY_TIME.search(told) and ANY_TIME.search(text)
     newer = dated or (topics(told) & topics(text)).keys() - {""}
@@ -1750,8 +1695,6 @@ def insert_lifted(view: View, history: History, depth: int, pending: dict[str, s
 
 
 class Editor:
-    """All edits of a request's body, in order: scrub, roles, lift, replay."""
-
     def __init__(self, config: Config) -> None:
         self.config, self.scrubber, self.lifter = config, Scrubber(config), Lifter(config)
         self.replay = Replay(config)
@@ -1770,7 +1713,7 @@ class Editor:
                 system_first(view, report)
         if not (edited and config.replay):
             return Trace(replay.conversation(view))
-        history, lifted = History(replay.units(view)), list[Lifted]()
+        history, lifted = History(replay.units(view)), dict[str, str]()
         if history.target:  # else it could not be set down
             talk = hash((asker.client, view.dialect.name, history.opening))
             lifted = self.lifter.lift(view, talk)
@@ -1784,7 +1727,6 @@ NOT_LETTERS = re.compile(r"[\W_]+")
 
 
 def plain(name: Any) -> str:
-    """An id without punctuation."""
     return NOT_LETTERS.sub("", name) if isinstance(name, str) else ""
 
 
@@ -1798,9 +1740,11 @@ def letters(text: str) -> str:
 
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
-    """An answer's letters, and the ids of its calls."""
-    texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
-    return letters("\n".join(texts)), frozenset([plain(ident) for ident, _ in unit.calls])
+    if unit.spoken is None:
+        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+        calls = frozenset([plain(ident) for ident, _ in unit.calls])
+        unit.spoken = letters("\n".join(texts)), calls
+    return unit.spoken
 
 
 def agreement(record: Record, unit: Unit, at: int) -> int:
@@ -1856,11 +1800,10 @@ def call_fields(item: Json) -> list[CallField]:
 def canonical(value: Any) -> str:
     """A call's arguments, or a result, in one spelling."""
     if isinstance(value, list):
-        value = "\n".join(
-            [str(part.get("text") or _sorted_json(part)) for part in map(members, value)]
-        )
+        parts = map(members, value)
+        value = "\n".join([str(part.get("text") or _sorted_json(part)) for part in parts])
     if isinstance(value, str) and value[:1] == "{":
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     return value if isinstance(value, str) else _sorted_json(value)
 
@@ -1881,14 +1824,14 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     if unit.calls == first or sorted(spelled) != sorted([plain(ident) for ident, _ in unit.calls]):
         return False
     places = {ident: place for place, ident in enumerate(spelled)}
+
     ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
-        rank = len(places)
-        for holder, key, named, _ in call_fields(item):
-            ident = plain(str(holder.get(key)))
-            rank = min(rank, places[ident])
-            holder[key], name = spelled[ident]
+        fields = call_fields(item)
+        rank = min([places[plain(one.call()[0])] for one in fields], default=len(places))
+        for holder, key, named, _ in fields:
+            holder[key], name = spelled[plain(holder.get(key))]
             if named is not None and name:
                 named["name"] = name
             elif named is not None:
@@ -1896,7 +1839,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         listed(item.get("content")).sort(
             key=lambda part: places.get(plain(members(part).get("tool_use_id")), len(places))
         )
-        ranked.append((rank, turn_of(item) if rank < len(places) else turn))
+        ranked.append((rank, turn_of(item) if fields else turn))
     if unit.role == "tool":
         ranked.sort(key=lambda one: one[0])
     unit.turns = [turn for _, turn in ranked]
@@ -1914,11 +1857,10 @@ class Tools:
     def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
         """Rank and form of a tool when the client, or the warm-up, sent it first."""
         mine, warm = hash((asker.client, name)), hash((ANYBODY.client, name))
-        first: tuple[int, str] = self.known.get(mine) or self.known.get(warm)
-        if not first:
-            first = next(self.ranks), form
-            if asker.learn:
-                self.known.put(mine, first, 300 + len(form))
+        known: tuple[int, str] | None = self.known.get(mine) or self.known.get(warm)
+        first = known or (next(self.ranks), form)
+        if asker.learn and not known:
+            self.known.put(mine, first, 300 + len(form))
         return first
 
     def apply(self, view: View, asker: Asker) -> bool:
