@@ -2047,6 +2047,8 @@ def usage_of(windows: list[list[Json]]) -> Usage:
         prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
     if read is not None and "cache_n" in found:
         prompt, cached = read + found["cache_n"], found["cache_n"]
+    elif read is not None and cached is None and prompt is not None and prompt >= read:
+        cached = prompt - read  # a llama-server without cache_n
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
     return Usage(prompt, cached, found.get("prompt_ms"))
@@ -2138,38 +2140,42 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 
 class Prompt:
-    """A prompt as forwarded, in segments: `head` (system, tools), then `turns`, without reasoning,
-    which clients and templates drop at will. `sent` is it as it came, if that differs."""
+    """A prompt as forwarded, in the segments that the server reads: system, tools, turns. Reasoning
+    is none: clients and templates drop it at will. `head` is a hash of what is before the turns,
+    `turns` has one of all turns up to each. `sent` is the prompt as it came, if that differs."""
 
-    tokens: int | None = None  # known when the request ends
+    tokens: int | None = None  # known when the request ends, as are the next two
     number = 0
+    first_pace = 0.0  # see tell_pace()
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.head = [("system", turn.text()) for turn in view.system()]
-        self.system = "\n".join([text for _, text in self.head])
+        self.segments = [("system", turn.text()) for turn in view.system()]
+        self.system = "\n".join([text for _, text in self.segments])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
         for name, tool in zip(self.tools, tools, strict=True):
-            self.head.append((f"tool {name}", json.dumps(bare(tool) if members(tool) else tool)))
-        self.turns = list[Segment]()
+            text = json.dumps(bare(tool) if members(tool) else tool)
+            self.segments.append((f"tool {name}", text))
+        self.first = len(self.segments)  # place of the first turn
+        self.head, self.turns, link = hash(tuple(self.segments)), list[int](), 0
         self.reasoning = set[int]()  # numbers of turns with it
         self.answers = 0  # turns up to the last answer
         turns = view.turns[view.leading() :]
         for turn in turns:
             item = turn.item or {}
-            kinds = [members(part).get("type") for part in listed(item.get("content"))]
-            thought = any(kind in REASONING_PARTS for kind in (turn.role, *kinds))
-            if thought or item.get("reasoning_content"):
+            kinds = [turn.role, *[members(one).get("type") for one in listed(item.get("content"))]]
+            if item.get("reasoning_content") or [kind for kind in kinds if kind in REASONING_PARTS]:
                 self.reasoning.add(len(self.turns) + 1)
             if turn.role != "reasoning":
                 role = "prompt" if view.dialect.turns == "prompt" else turn.role
-                self.turns.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+                segment = f"turn {len(self.turns) + 1} ({role})", told_of(turn)
+                self.segments.append(segment)
+                self.turns.append(link := hash((link, segment)))
             if turn.role == "assistant":
                 self.answers = len(self.turns)
-        self.segments = self.head + self.turns
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
@@ -2183,15 +2189,27 @@ class Prompt:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def has_turns_of(self, base: Prompt) -> bool:
-        return self.turns[: len(base.turns)] == base.turns
+    def said(self) -> list[Segment]:
+        return self.segments[self.first :]
 
-    def common(self, base: Prompt) -> tuple[int, int]:
-        """How many segments and characters it begins with as another prompt does."""
-        depth = common_prefix(self.segments, base.segments)
+    def has_turns_of(self, base: Prompt) -> bool:
+        count = len(base.turns)
+        return self.turns[count - 1 : count] == base.turns[-1:]
+
+    def depth(self, base: Prompt) -> int:
+        """How many segments it begins with as another prompt does."""
+        if self.head == base.head:
+            return self.first + common_prefix(self.turns, base.turns)
+        return common_prefix(self.segments[: self.first], base.segments[: base.first])
+
+    def common(self, base: Prompt) -> int:
+        """How many characters it begins with as another prompt does."""
+        if self.head == base.head and self.has_turns_of(base):
+            return base.size
+        depth = self.depth(base)
         (name, text), (base_name, base_text) = self.at(depth), base.at(depth)
         more = common_prefix(text, base_text) if name == base_name else 0
-        return depth, sum([len(text) for _, text in self.segments[:depth]]) + more
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -2205,10 +2223,12 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def alike(a: str, b: str) -> bool:
     """Whether half of the longer text is common: its ends, or its lines."""
+    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
+        return a == b
     prefix = common_prefix(a, b)
     ends = prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1])
     lines = sum(map(len, set(a.splitlines()) & set(b.splitlines())))
-    return a == b or 2 * max(ends, lines) > max(len(a), len(b))
+    return 2 * max(ends, lines) > max(len(a), len(b))
 
 
 # What a differing piece looks like, most telling first; ids are numbers, too.
@@ -2230,8 +2250,7 @@ def kind_of(before: str, after: str, at: int) -> str:
 def around(text: str, at: int) -> str:
     """A piece of the line where two texts part."""
     start = max(text.rfind("\n", 0, at) + 1, at - 30)
-    end = text.find("\n", at + 1)
-    return text[start : min(end if end >= 0 else len(text), at + 40)]
+    return text[start : at + 40].partition("\n")[0]
 
 
 NEWEST, COMPARED = 8, 64  # prompts of other conversations, and of all
@@ -2279,14 +2298,15 @@ class Verdict:
 
 @dataclasses.dataclass
 class Case:
-    """A prompt under judgement. `base` is this conversation's prompt that it goes on from (`whole`)
-    or was made from; `between` are those since then."""
+    """A prompt under judgement. It was compared with `near`, which is `base` if it is of the same
+    conversation; `whole`: it goes on from that."""
 
     verdict: Verdict
     prompt: Prompt
+    near: Prompt | None = None
     base: Prompt | None = None
     whole: bool = False
-    between: Sequence[Prompt] = ()
+    between: Sequence[Prompt] = ()  # that the server got since then
     texts: tuple[str, str] = ("", "")  # where they part
     learned: Sequence[Shape] = ()  # all that varied in the system text
     straight: float = 0.0  # share that would be reused without kvproxy
@@ -2295,6 +2315,7 @@ class Case:
     idle: float = 0.0  # seconds before it
     ahead: int | None = None  # tokens of it that were read before it came
     slots: int | None = None  # of the server
+    first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
 
 class Ledger:
@@ -2315,69 +2336,72 @@ class Ledger:
             self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
                 self.size -= self.entries.popleft().memory
-        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        verdict = Verdict(side=prompt.side, step=prompt.step)
+        case = Case(verdict, prompt)
         if not stored or not prompt.segments:
             return case
-        case.base = base = previous(prompt, stored)
-        if base is None:  # rather one with the same tools
-            ranks = [(one.tools == prompt.tools, prompt.common(one)) for one in stored]
-            base = stored[ranks.index(max(ranks))]
-        case.between = newer = stored[: stored.index(base)]
-        case.away = base.time < lost_at
-        went_on = base.head == prompt.head and prompt.has_turns_of(base)
+        case.base = near = previous(prompt, stored)
+        if near is None:  # rather one with the same tools
+            like = [one for one in stored if one.head == prompt.head] or stored
+            near = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
+        case.near, case.away = near, near.time < lost_at
+        case.between = newer = stored[: stored.index(near)]
+        went_on = prompt.head == near.head and prompt.has_turns_of(near)
         case.whole = case.base is not None and went_on
-        sent, others = prompt.sent or prompt, [base] if case.whole else [base, *stored[:NEWEST]]
-        shared = max(prompt.common(one)[1] for one in others)
-        straight = max(sent.common(one.sent or one)[1] for one in others)
-        case.verdict.share = shared / (prompt.size or 1)
-        case.straight = straight / (sent.size or 1)
-        ours = [one.head for one in newer if one.conversation == base.conversation and not one.side]
+        sent, others = prompt.sent or prompt, [near] if case.whole else [near, *stored[:NEWEST]]
+        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
+        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
+        ours = [one.head for one in newer if one.conversation == near.conversation and not one.side]
         if not case.whole:
-            judge_change(case, base, shapes)
-        elif prompt.side or base.head not in ours:
-            case.verdict.name = "extended"
+            judge_change(case, near, shapes)
+        elif prompt.side or near.head not in ours:
+            verdict.name = "extended"
         else:
-            case.verdict.name = "new branch"
-            case.verdict.advice = "goes on from an older prompt than the newest one"
+            verdict.name = "new branch"
+            verdict.advice = "goes on from an older prompt than the newest one"
         return case
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or changes the history of:
     the newest with the most turns in common."""
-    own = [one for one in stored if one.conversation == prompt.conversation]
-    own = [one for one in own if prompt.side or not one.side]
-    near = [one for one in stored[:NEWEST] if one not in own and looks_alike(prompt, one)]
-    best, reached = None, -1
+    talk, best, reached = prompt.conversation, None, -1
+    own = [one for one in stored if one.conversation == talk and (prompt.side or not one.side)]
+    near = [one for one in stored[:NEWEST] if one.conversation != talk]
     for one in own + near:
-        depth = common_prefix(prompt.turns, one.turns)
-        fits = depth == len(one.turns) or depth < prompt.answers
-        if fits and depth > reached:
-            best, reached = one, depth
+        if len(one.turns) > reached:
+            whole = prompt.has_turns_of(one)
+            depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
+            fits = depth > reached and (whole or depth < prompt.answers)
+            if fits and (one in own or looks_alike(prompt, one)):
+                best, reached = one, depth
     if best is None:
         return None
-    # Or the newest, if its last message is history now.
-    newest = max(own[:1] + near[:1], key=lambda one: one.time)
-    history = [text for _, text in prompt.turns[reached : prompt.answers]]
-    return newest if newest.turns and newest.turns[-1][1] in history else best
+    # Or a newer one, if its last message is history now.
+    history = {text for _, text in prompt.said()[reached : prompt.answers]}
+    for one in stored[: stored.index(best)]:
+        made = one.turns and one.segments[-1][1] in history
+        if made and (one in own[:1] or (one in near and looks_alike(prompt, one))):
+            return one
+    return best
 
 
 def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     """Whether one of another name seems to be of the same conversation."""
-    if not prompt.turns or not one.turns or prompt.side or one.side:
+    if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
-    opening, first = prompt.turns[0][1], one.turns[0][1]
-    said = {text for _, text in one.turns if len(text) > 20}
+    (_, opening), (_, first) = prompt.said()[0], one.said()[0]
+    said = {text for _, text in one.said() if len(text) > 20}
     similar = first in opening or opening in first or alike(first, opening)
-    similar = similar or any(text in said for _, text in prompt.turns)
-    return prompt.answers > 0 and similar and alike(one.system, prompt.system)
+    similar = similar or any(text in said for _, text in prompt.said())
+    return similar and alike(one.system, prompt.system)
 
 
 def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     """Say where a prompt parts from an earlier one, and what became of it."""
     verdict, prompt, same_talk = case.verdict, case.prompt, case.base is not None
     sent, base_sent = prompt.sent or prompt, base.sent or base
-    in_turns, place = base.head == prompt.head, prompt.common(base)[0]
+    in_turns, place = base.head == prompt.head, prompt.depth(base)
     (old_name, old), (name, new) = base.at(place), prompt.at(place)
     verdict.where = name or old_name
     if base.system != prompt.system:
@@ -2426,19 +2450,51 @@ def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
     return "put in" if new and earlier else ""
 
 
+# --- cures: settings that are tried on the two prompts at hand ------------------------------------
+
+
 def tell_cure(case: Case, config: Config) -> None:
     """Name the setting that keeps a rewritten prompt the same, if there is one."""
-    verdict = case.verdict
-    tag = re.match(r"\s*<((?!system-reminder)[\w-]{3,80})>", verdict.before)
+    verdict, (old, new) = case.verdict, case.texts
     if case.learned:
         pattern = "|".join([shape.pattern() for shape in case.learned])
         verdict.cure = setting_line(config, "LIFT_REGEX", pattern)
         verdict.advice = "learned: it is lifted from now on; from the first request on with"
-    elif tag and "(user)" in verdict.where and case.prompt.step == "user turn":
-        front, _, block = case.texts[0].partition(tag[0])
-        left = front + block.partition(f"</{tag[1]}>")[2]
-        if left.strip() == case.texts[1].strip():
-            verdict.cure = setting_line(config, "REPLAY_REGEX", f"(?s)<{tag[1]}>.*?</{tag[1]}>")
+        return
+    for switch in ("scrub", "replay", "lift"):
+        if not getattr(config, switch) and cures(case, config, switch, True):
+            verdict.cure = f"{switch.upper()}=1, which is off"
+            return
+    line = lines_pattern(old, new) if verdict.where == "system" else ""
+    block = block_pattern(case) if "(user)" in verdict.where else ""
+    strip = block and block + r"\s*"
+    for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
+        setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
+        if setting and cures(case, config, name.lower(), (*known, pattern)):
+            price = "this cures it, but the model sees it no more:"
+            verdict.cure, verdict.advice = setting, price if name == "STRIP_REGEX" else ""
+            return
+
+
+def cures(case: Case, config: Config, name: str, value: Any) -> bool:
+    """Whether with a setting one prompt goes on from the other, once kvproxy has learned."""
+    editor = Editor(dataclasses.replace(config, **{name: value}))
+    for client in (b"learned from", b"judged"):
+        prompts = list[Prompt]()
+        for one in (case.near or case.prompt, case.prompt):
+            came = one.sent or one
+            said = [(name.split("(")[1][:-1], text) for name, text in came.said()]
+            items = [{"role": role, "content": text} for role, text in said]
+            system = {"role": "system", "content": came.system}
+            view = view_of({"messages": [system, *items]}, DIALECTS["chat/completions"])
+            trace = editor.apply(view, Report(), Asker(client))
+            if trace.record is not None:
+                trace.record.answer = ANY
+            prompts.append(Prompt(view))
+    before, now = prompts
+    silent = [name for one in prompts for name, text in one.said() if not text.strip()]
+    goes_on = case.base is None or now.has_turns_of(before)
+    return now.head == before.head and goes_on and not any("(user)" in name for name in silent)
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
@@ -2448,6 +2504,56 @@ def setting_line(config: Config, name: str, pattern: str) -> str:
         return ""
     quote, number = '"' if "'" in pattern else "'", f"_{len(known) + 1}" if known else ""
     return f"{name}{number}={quote}{pattern}{quote}"
+
+
+def varying(text: str) -> str:
+    """A pattern for a text whose numbers, days and months may vary."""
+    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
+    return re.sub(r"\d+", r"\\d+", pattern)
+
+
+def lines_pattern(old: str, new: str) -> str:
+    """A pattern of the lines in which two system texts differ, at most 4, each there once."""
+    pairs, patterns = zip(old.split("\n"), new.split("\n"), strict=False), list[str]()
+    for was, now in [(was, now) for was, now in pairs if was != now][:4]:
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
+        label = label[: label.rfind(" ") + 1] or label
+        named = len(re.findall("[A-Za-z]", label)) > 2
+        patterns.append(f"^{varying(label)}.*$" if named else f"^{varying(was)}$")
+        if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+    return "|".join(patterns)
+
+
+def block_pattern(case: Case) -> str:
+    """A pattern of a block without which two user texts are equal."""
+    old, new = case.texts
+    prefix = common_prefix(old, new)
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
+    segments = case.prompt.segments + (case.near or case.prompt).segments
+    for text in (old, new):  # the paragraphs around the change
+        start = text.rfind("\n\n", 0, prefix + 2) + 1
+        end = text.find("\n\n", max(start, len(text) - suffix - 2))
+        block = text[start : end if end >= 0 else None].strip()
+        line = block.split("\n")[0]
+        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
+        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
+        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
+            continue
+        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
+        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
+        found = [len(re.findall(opening, one)) for _, one in segments]
+        if sum(found) > 64:
+            continue  # to look for the end of each would take long
+        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
+            pattern = f"(?s){opening}.*?{closing}"
+            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
+            if len(left) == 1 and (left != {""} or "" in (old, new)):
+                return pattern
+    return ""
+
+
+# --- what the server says -------------------------------------------------------------------------
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
@@ -2470,6 +2576,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
@@ -2478,6 +2585,15 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
         tell_cure(case, config)
+
+
+def tell_pace(case: Case, pace: float) -> None:
+    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
+    first = case.base.first_pace if case.base is not None else 0
+    case.prompt.first_pace = first or pace
+    if first and pace:
+        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -2504,7 +2620,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
     """Who got a prompt's slot, and what helps; `due`: the share that should have been reused. A
     request gets the idle slot whose content makes up more than -sps (0.1) of its prompt."""
-    shares = [one.common(base)[1] / (one.size or 1) for one in case.between]
+    shares = [one.common(base) / (one.size or 1) for one in case.between]
     share, other = max(shares), case.between[shares.index(max(shares))]
     same = other.conversation == base.conversation
     who = "a request of the same chat in another form" if same else "another conversation"
@@ -2550,7 +2666,9 @@ def advice(cause: str, config: Config) -> str:
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
-# In the last turn, or in the system prompt while nobody has answered.
+# Words of a request beside the conversation. They stand
+# in the last turn, or in the system prompt while nobody has answered.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
@@ -2573,7 +2691,8 @@ def side_of(view: View, agent: str) -> str:
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
     texts = [turn.text()[:2000].lower() for turn in turns if not body.get("tools")]
-    found = SIDE_SHAPES.search("\n".join(texts))
+    text = "\n".join(texts)
+    found = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
     return str(found.lastgroup) if found else ""
 
 
@@ -2590,7 +2709,7 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     than it does now, in the prompt that goes on from it."""
     at, place = common_prefix(before, now), 0
     if before and now and len(before) - at > ANSWER_START:
-        for number, (_, text) in enumerate(base.turns, len(base.head) + 1):
+        for number, (_, text) in enumerate(base.said(), base.first + 1):
             found = before.find(text.strip()[:60], place, at)
             if found >= 0:
                 verdict.where, place = base.at(number)[0], found
@@ -2603,20 +2722,17 @@ def weights_of(
 ) -> Json:
     """Where the tokens of a prompt go: system, tools with the five largest, turns. Without `count`,
     which has the server count a text's, they are estimated from the characters."""
-    parts: dict[str, list[str]] = {"system": [], "tools": [], "turns": []}
-    for name, text in segments:
-        parts.get(name, parts["tools" if name.startswith("tool ") else "turns"]).append(text)
+    kinds = {"system": "system", "tools": "tool ", "turns": "turn "}
+    parts = [[text for name, text in segments if name.startswith(kind)] for kind in kinds.values()]
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = [*map("\n".join, parts.values()), *[text for _, text in largest]]
-    numbers = list[int | None]()
-    for text in texts:
-        numbers.append(count(text) if count is not None and None not in numbers else None)
-    estimated = None in numbers
-    if estimated:
+    texts = [*map("\n".join, parts), *[text for _, text in largest]]
+    counted = map(count, texts) if count is not None else ()
+    numbers = list(itertools.takewhile(lambda number: number is not None, counted))
+    if estimated := len(numbers) < len(texts):
         size = sum(map(len, texts[:3])) or 1
         numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
-    row: Json = dict(zip(parts, numbers, strict=False))
+    row: Json = dict(zip(kinds, numbers, strict=False))
     of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
     return {**row, "estimated": estimated, "largest tools": of_tools}
 
@@ -3332,6 +3448,7 @@ class Exchange:
     status, fault = 0, ""
     error = answer = ""  # what the server said, in part
     model, stream = "", False
+    side = ""  # see side_of()
     passes = False  # its body is passed on as it comes, and cannot be repeated
     tap: Tap | None
 
@@ -3668,6 +3785,7 @@ class Proxy:
             exchange.model = visible(str(view.body.get("model") or "")[:80])
             # Nobody's text may reach anybody else's prompt.
             exchange.client = digest(exchange.address, *map(request.get, CLIENT_HEADERS))
+            exchange.side = side_of(view, request.get(AGENT_ID))
             asker = Asker(exchange.client, len(raw), not exchange.counting)
             exchange.trace = trace = self.editor.apply(view, exchange.report, asker)
             if trace.record:
@@ -3691,8 +3809,8 @@ class Proxy:
             original = None
             if exchange.forwarded is not received:
                 original = Prompt(self.reader.view(received, view.dialect))
-            side = side_of(view, exchange.request.get(AGENT_ID))
-            prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
+            talk = exchange.trace.conversation
+            prompt = Prompt(view, talk, exchange.side, time.monotonic(), original)
             shapes = list(self.editor.lifter.learner.shapes)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -3779,6 +3897,8 @@ class Proxy:
         case, exchange.case = exchange.case, None
         if case:
             case.slots = self.backend.describe().get("slots") if idle else None
+            if exchange.stream and exchange.begun:
+                case.first_byte = exchange.begun - exchange.sent
             settle(case, exchange.usage, self.config)
             if idle and case.verdict.name == "lost":
                 self.ask_template(exchange, case)
@@ -4298,7 +4418,7 @@ class Warmup:
                 prefill.waiting.discard(exchange)
         if prefill is not None and not prefill.waiting:
             prefill.give_up()
-        if view is not None and not side_of(view, exchange.request.get(AGENT_ID)):
+        if view is not None and not exchange.side:
             self.follow(exchange, view, path)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:

@@ -6699,9 +6699,9 @@ def ex_chat(
 
 def ex_prompt(body: Json, headers: dict[str, str] | None = None, now: float = 0.0) -> Any:
     """A body as the ledger takes it."""
-    view = kvproxy.view_of(
-        body, kvproxy.DIALECTS["chat/completions" if "messages" in body else "responses"]
-    )
+    path = "completions" if "prompt" in body else "responses"
+    path = "chat/completions" if "messages" in body else path
+    view = kvproxy.view_of(body, kvproxy.DIALECTS[path])
     assert view is not None
     talk = kvproxy.Replay(Config()).conversation(view)
     side = kvproxy.side_of(view, (headers or {}).get(kvproxy.AGENT_ID, ""))
@@ -7262,7 +7262,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
     "a tag in front of a stamp, which goes as well": (
         [ex_chat(EX_NOTES.format("red") + EX_STAMPED + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
-        "",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
     "a tag behind a later text": (
         [
@@ -7270,12 +7270,25 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks."),
         ],
         "rewritten turn 3 (user) removed",
-        "",
+        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
     ),
     "notes in the oldest text, with other words each time": (
         [
             ex_chat("Notes that were kept:\n- red\n\n" + EX_ASK),
             ex_chat("Notes that were kept:\n- blue\n\n" + EX_ASK, EX_SAID, EX_THEN),
+        ],
+        "rewritten turn 1 (user) text",
+        r"STRIP_REGEX='(?s)Notes that were kept:.*?(?:\n\n|\Z)\s*'",
+    ),
+    "notes that move to the end in a tool loop": (
+        [
+            ex_chat(EX_NOTES.format("red") + EX_ASK),
+            ex_chat(
+                EX_ASK,
+                ex_thought("", tool_calls=EX_CALLS[:1]),
+                EX_PAIR[0],
+                {"role": "user", "content": EX_NOTES.format("blue").strip()},
+            ),
         ],
         "rewritten turn 1 (user) text",
         "",
@@ -7290,7 +7303,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) text",
-        "",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
     "notes that go when they are old": (
         [
@@ -7298,7 +7311,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", "So.", "Bye."),
         ],
         "rewritten turn 3 (user) text",
-        "REPLAY_REGEX='(?s)<notes>.*?</notes>'",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
     "a reminder that goes when it is old": (
         [
@@ -7330,12 +7343,12 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) text",
-        "",
+        r"STRIP_REGEX='(?s)<notes>.*?</notes>\s*'",
     ),
     "a frame around the text": (
         [ex_chat(EX_FRAME.format("red") + EX_ASK), ex_chat(EX_ASK, EX_SAID, EX_THEN)],
         "rewritten turn 1 (user) text",
-        "",
+        "REPLAY_REGEX='(?s)### Frame:.*?</context>'",
     ),
     "a message of notes that moves": (
         [
@@ -7351,7 +7364,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten turn 1 (user) taken out",
-        "",
+        r"REPLAY_REGEX='(?s)\[Facts\].*?(?:\n\n|\Z)'",
     ),
     "a line of the system prompt": (
         [
@@ -7364,7 +7377,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten system clock",
-        "",
+        "LIFT_REGEX='^The hour is .*$'",
     ),
     "a line without words of its own": (
         [
@@ -7377,7 +7390,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten system clock",
-        "",
+        r"LIFT_REGEX='^\d+-\d+-\d+ \d+:\d+ \(\w+\)$'",
     ),
     "two lines": (
         [
@@ -7389,7 +7402,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             for turn, a, b in ((0, 17, 40), (1, 18, 39))
         ],
         "rewritten system number",
-        "",
+        "LIFT_REGEX='^Run: .*$|^Gauge: .*$'",
     ),
     "a paragraph that came is no line": (
         [
@@ -7406,7 +7419,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG),
         ],
         "rewritten system text",
-        "",
+        "LIFT_REGEX='^Mode: .*$'",
     ),
     "a developer message that is left out": (
         [
@@ -7638,6 +7651,13 @@ def test_explain_cure_that_is_set_is_not_named(name: str) -> None:
     assert ex_play(steps, config=Config(**known))[-1].cure == ""
 
 
+def test_explain_cure_tells_its_price() -> None:
+    line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
+    assert line.endswith(
+        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>\\s*'"
+    )
+
+
 EX_LEARNED: dict[str, tuple[str, tuple[str, str], str]] = {
     # a part of the system prompt, what is told of its value, and the LIFT_REGEX
     "a line": (
@@ -7687,6 +7707,19 @@ def test_explain_more_changed_than_was_learned(rig: MakeRig) -> None:
     ]
     verdict = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)[1].verdict
     assert (verdict.before, verdict.after) == ("Mode: plan", "Mode: act")
+    assert verdict.line().endswith("LIFT_REGEX='^Mode: .*$'")
+
+
+def test_explain_pace_where_no_numbers_are(rig: MakeRig) -> None:
+    """Of a stream: the time to its first byte, beside that of the conversation's first request."""
+    found = ex_exchange(rig(ex_scripted(None)), EX_CHAT_PATH, ex_talk(3))
+    assert [one.verdict.name for one in found] == ["cold", "not reported", "not reported"]
+    pattern = r"\d+ ms to the first byte for each 1,000 characters, after \d+ in this conversation's first request"
+    lines = [one.verdict.line() for one in found]
+    assert not lines[0] and all(re.fullmatch(pattern, line) for line in lines[1:])
+    size = ex_prompt(json.loads(found[0].forwarded)).size
+    first = 1_000_000 * (found[0].begun - found[0].sent) / size
+    assert {int(line.split("after ")[1].split()[0]) for line in lines[1:]} == {round(first)}
 
 
 def test_explain_reasoning_that_went_is_the_clients_doing() -> None:
