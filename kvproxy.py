@@ -2012,9 +2012,9 @@ def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
-        text, at_end = window.decode("utf-8", "replace"), window is (last or first)
+        text = window.decode("utf-8", "replace")
         lines = text.split("\n") if streamed else [text]
-        windows.append([event_of(line, at_end) for line in lines if "{" in line])
+        windows.append([event_of(line, window is (last or first)) for line in lines if "{" in line])
     return windows
 
 
@@ -2034,9 +2034,8 @@ def usage_of(windows: list[list[Json]]) -> Usage:
     found: Json = {}
     for event in itertools.chain(*windows):
         for part in (event, members(event.get("response")), members(event.get("message"))):
-            usage, beside = members(part.get("usage")), part.get("tokens_evaluated")
-            places = [{"tokens_evaluated": beside}, usage, *map(members, usage.values())]
-            for numbers in (*places, members(part.get("timings"))):
+            usage, timings = members(part.get("usage")), members(part.get("timings"))
+            for numbers in (part, usage, *map(members, usage.values()), timings):
                 for key, value in numbers.items():
                     if key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
                         found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
@@ -2044,7 +2043,7 @@ def usage_of(windows: list[list[Json]]) -> Usage:
     if "input" in found:
         cached = found.get("cache_read", cached)
         whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
-        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
+        prompt = max(whole, prompt or 0)  # some say 0 here, and the truth beside it
     if read is not None and "cache_n" in found:
         prompt, cached = read + found["cache_n"], found["cache_n"]
     elif read is not None and cached is None and prompt is not None and prompt >= read:
@@ -2102,8 +2101,8 @@ SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "cont
 
 
 def part_text(value: Any) -> str:
-    """All that the server reads of an item, a part, a call or a result, without reasoning, with
-    arguments in one spelling and hashes for image bytes."""
+    """What the server reads of an item, a part, a call or a result, but for reasoning. Arguments
+    are in one spelling, and image bytes are a hash."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
@@ -2124,7 +2123,6 @@ def part_text(value: Any) -> str:
 
 
 def told_of(turn: Turn) -> str:
-    """All that the server reads of a turn."""
     if turn.told is None:
         turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
     return turn.told
@@ -2140,27 +2138,25 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 
 class Prompt:
-    """A prompt as forwarded, in the segments that the server reads: system, tools, turns. Reasoning
-    is none: clients and templates drop it at will. `head` is a hash of what is before the turns,
-    `turns` has one of all turns up to each. `sent` is the prompt as it came, if that differs."""
+    """A prompt as forwarded, in the segments that the server reads: in `front` (system, tools) and
+    in `said` (turns). Reasoning is none: clients and templates drop it at will. `head` is a hash of
+    the front, `turns` has one of all turns up to each. `sent` is it as it came, if that differs."""
 
-    tokens: int | None = None  # known when the request ends, as are the next two
+    tokens: int | None = None  # known when the request ends
     number = 0
-    first_pace = 0.0  # see tell_pace()
+    first_pace = 0.0  # of the conversation's first request
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.segments = [("system", turn.text()) for turn in view.system()]
-        self.system = "\n".join([text for _, text in self.segments])
+        self.front, self.said = [("system", turn.text()) for turn in view.system()], list[Segment]()
+        self.system = "\n".join([text for _, text in self.front])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
         for name, tool in zip(self.tools, tools, strict=True):
-            text = json.dumps(bare(tool) if members(tool) else tool)
-            self.segments.append((f"tool {name}", text))
-        self.first = len(self.segments)  # place of the first turn
-        self.head, self.turns, link = hash(tuple(self.segments)), list[int](), 0
+            self.front.append((f"tool {name}", json.dumps(bare(tool) if members(tool) else tool)))
+        self.head, self.turns, link = hash(tuple(self.front)), list[int](), 0
         self.reasoning = set[int]()  # numbers of turns with it
         self.answers = 0  # turns up to the last answer
         turns = view.turns[view.leading() :]
@@ -2171,11 +2167,11 @@ class Prompt:
                 self.reasoning.add(len(self.turns) + 1)
             if turn.role != "reasoning":
                 role = "prompt" if view.dialect.turns == "prompt" else turn.role
-                segment = f"turn {len(self.turns) + 1} ({role})", told_of(turn)
-                self.segments.append(segment)
-                self.turns.append(link := hash((link, segment)))
+                self.said.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+                self.turns.append(link := hash((link, self.said[-1])))
             if turn.role == "assistant":
                 self.answers = len(self.turns)
+        self.segments = self.front + self.said
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         held = self.segments + (sent.segments if sent is not None else [])
         texts = {id(text): text for _, text in held}
@@ -2189,9 +2185,6 @@ class Prompt:
         """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def said(self) -> list[Segment]:
-        return self.segments[self.first :]
-
     def has_turns_of(self, base: Prompt) -> bool:
         count = len(base.turns)
         return self.turns[count - 1 : count] == base.turns[-1:]
@@ -2199,8 +2192,8 @@ class Prompt:
     def depth(self, base: Prompt) -> int:
         """How many segments it begins with as another prompt does."""
         if self.head == base.head:
-            return self.first + common_prefix(self.turns, base.turns)
-        return common_prefix(self.segments[: self.first], base.segments[: base.first])
+            return len(self.front) + common_prefix(self.turns, base.turns)
+        return common_prefix(self.front, base.front)
 
     def common(self, base: Prompt) -> int:
         """How many characters it begins with as another prompt does."""
@@ -2249,8 +2242,8 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 def around(text: str, at: int) -> str:
     """A piece of the line where two texts part."""
-    start = max(text.rfind("\n", 0, at) + 1, at - 30)
-    return text[start : at + 40].partition("\n")[0]
+    start, end = max(text.rfind("\n", 0, at) + 1, at - 30), text.find("\n", at + 1, at + 40)
+    return text[start : end if end >= 0 else at + 40]
 
 
 NEWEST, COMPARED = 8, 64  # prompts of other conversations, and of all
@@ -2378,7 +2371,7 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     if best is None:
         return None
     # Or a newer one, if its last message is history now.
-    history = {text for _, text in prompt.said()[reached : prompt.answers]}
+    history = {text for _, text in prompt.said[reached : prompt.answers]}
     for one in stored[: stored.index(best)]:
         made = one.turns and one.segments[-1][1] in history
         if made and (one in own[:1] or (one in near and looks_alike(prompt, one))):
@@ -2390,10 +2383,10 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     """Whether one of another name seems to be of the same conversation."""
     if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
-    (_, opening), (_, first) = prompt.said()[0], one.said()[0]
-    said = {text for _, text in one.said() if len(text) > 20}
+    (_, opening), (_, first) = prompt.said[0], one.said[0]
+    said = {text for _, text in one.said if len(text) > 20}
     similar = first in opening or opening in first or alike(first, opening)
-    similar = similar or any(text in said for _, text in prompt.said())
+    similar = similar or any(text in said for _, text in prompt.said)
     return similar and alike(one.system, prompt.system)
 
 
@@ -2455,7 +2448,7 @@ def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
 
 def tell_cure(case: Case, config: Config) -> None:
     """Name the setting that keeps a rewritten prompt the same, if there is one."""
-    verdict, (old, new) = case.verdict, case.texts
+    verdict, (old, new), price = case.verdict, case.texts, ""
     if case.learned:
         pattern = "|".join([shape.pattern() for shape in case.learned])
         verdict.cure = setting_line(config, "LIFT_REGEX", pattern)
@@ -2465,36 +2458,39 @@ def tell_cure(case: Case, config: Config) -> None:
         if not getattr(config, switch) and cures(case, config, switch, True):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    line = lines_pattern(old, new) if verdict.where == "system" else ""
     block = block_pattern(case) if "(user)" in verdict.where else ""
-    strip = block and block + r"\s*"
-    for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
+    tried = {"REPLAY_REGEX": block, "STRIP_REGEX": block and rf"{block}\s*"}
+    if verdict.where == "system":
+        tried = {"LIFT_REGEX": lines_pattern(old, new)}
+    for name, pattern in tried.items():
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
         if setting and cures(case, config, name.lower(), (*known, pattern)):
-            price = "this cures it, but the model sees it no more:"
-            verdict.cure, verdict.advice = setting, price if name == "STRIP_REGEX" else ""
+            verdict.cure, verdict.advice = setting, price
             return
+        price = "this cures it, but the model sees it no more:"
 
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
     """Whether with a setting one prompt goes on from the other, once kvproxy has learned."""
     editor = Editor(dataclasses.replace(config, **{name: value}))
-    for client in (b"learned from", b"judged"):
+    for client in (b"to learn", b"to judge"):
         prompts = list[Prompt]()
-        for one in (case.near or case.prompt, case.prompt):
-            came = one.sent or one
-            said = [(name.split("(")[1][:-1], text) for name, text in came.said()]
+        for prompt in (case.near or case.prompt, case.prompt):
+            came = prompt.sent or prompt
+            said = [("system", came.system)]
+            said += [(place.split("(")[1][:-1], text) for place, text in came.said]
+            tools = [json.loads(text) for place, text in came.front if place != "system"]
             items = [{"role": role, "content": text} for role, text in said]
-            system = {"role": "system", "content": came.system}
-            view = view_of({"messages": [system, *items]}, DIALECTS["chat/completions"])
+            body = {"messages": items, "tools": tools}
+            view = view_of(body, DIALECTS["chat/completions"])
             trace = editor.apply(view, Report(), Asker(client))
             if trace.record is not None:
                 trace.record.answer = ANY
             prompts.append(Prompt(view))
     before, now = prompts
-    silent = [name for one in prompts for name, text in one.said() if not text.strip()]
+    emptied = any("(user)" in place and not text.strip() for place, text in before.said + now.said)
     goes_on = case.base is None or now.has_turns_of(before)
-    return now.head == before.head and goes_on and not any("(user)" in name for name in silent)
+    return now.head == before.head and goes_on and not emptied
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
@@ -2514,46 +2510,37 @@ def varying(text: str) -> str:
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of the lines in which two system texts differ, at most 4, each there once."""
-    pairs, patterns = zip(old.split("\n"), new.split("\n"), strict=False), list[str]()
-    for was, now in [(was, now) for was, now in pairs if was != now][:4]:
-        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
-        label = label[: label.rfind(" ") + 1] or label
-        named = len(re.findall("[A-Za-z]", label)) > 2
-        patterns.append(f"^{varying(label)}.*$" if named else f"^{varying(was)}$")
-        if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
-            return ""
+    patterns = list[str]()
+    for was, now in zip(old.split("\n"), new.split("\n"), strict=False):
+        if was != now and len(patterns) < 4:
+            label = re.split(r"\d", was[: common_prefix(was, now)])[0]
+            label = label[: label.rfind(" ") + 1] or label
+            named = len(re.findall("[A-Za-z]", label)) > 2
+            pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
+            if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
+                return ""
+            patterns.append(pattern)
     return "|".join(patterns)
 
 
 def block_pattern(case: Case) -> str:
-    """A pattern of a block without which two user texts are equal."""
+    """A pattern of the paragraphs that came, went or changed in a user text."""
     old, new = case.texts
-    prefix = common_prefix(old, new)
+    prefix, text = common_prefix(old, new), max(old, new, key=len)
     suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
-    segments = case.prompt.segments + (case.near or case.prompt).segments
-    for text in (old, new):  # the paragraphs around the change
-        start = text.rfind("\n\n", 0, prefix + 2) + 1
-        end = text.find("\n\n", max(start, len(text) - suffix - 2))
-        block = text[start : end if end >= 0 else None].strip()
-        line = block.split("\n")[0]
-        typed = line == block and line[:1] not in ("<", "[")  # by a person, it may be
-        reminder = line.startswith("<system-reminder")  # so clients, and kvproxy, tell many things
-        if typed or reminder or len(line) > 300 or not re.search("[A-Za-z]{3}", line):
-            continue
-        opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line))
-        tags = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-        found = [len(re.findall(opening, one)) for _, one in segments]
-        if sum(found) > 64:
-            continue  # to look for the end of each would take long
-        for closing in (*map(varying, tags), r"(?:\n\n|\Z)", r"(?:\n|\Z)"):
-            pattern = f"(?s){opening}.*?{closing}"
-            left = {undress(re.sub(pattern, "", one).strip())[1].strip() for one in (old, new)}
-            if len(left) == 1 and (left != {""} or "" in (old, new)):
-                return pattern
-    return ""
-
-
-# --- what the server says -------------------------------------------------------------------------
+    start = text.rfind("\n\n", 0, prefix + 2) + 1
+    end = text.find("\n\n", max(start, len(text) - suffix - 2))
+    block = text[start : end if end >= 0 else None].strip()
+    line, _, more = block.partition("\n")
+    opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line[:200]))
+    closing = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
+    ending = varying(closing[0]) if closing else r"(?:\n\n|\Z)"
+    # A person may have typed it, or clients tell many things in it.
+    common = line.startswith("<system-reminder") or not (more or line.startswith(("<", "[")))
+    texts = [text for prompt in (case.near, case.prompt) if prompt for _, text in prompt.said]
+    many = sum([len(re.findall(opening, text)) for text in texts]) > 64  # that takes long
+    unnamed = not re.search("[A-Za-z]{3}", opening)
+    return "" if common or many or unnamed else f"(?s){opening}.*?{ending}"
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
@@ -2576,7 +2563,12 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     verdict.base = base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        tell_pace(case, 1_000_000 * case.first_byte / (case.prompt.size or 1))
+        pace = 1_000_000 * case.first_byte / (case.prompt.size or 1)
+        first = base.first_pace if base is not None else 0
+        case.prompt.first_pace = first or pace
+        if first and pace:
+            told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+            verdict.advice = f"{told} in this conversation's first request"
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
@@ -2585,15 +2577,6 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
         tell_cure(case, config)
-
-
-def tell_pace(case: Case, pace: float) -> None:
-    """Tell the ms for each 1,000 characters beside those of the conversation's first request."""
-    first = case.base.first_pace if case.base is not None else 0
-    case.prompt.first_pace = first or pace
-    if first and pace:
-        told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
-        case.verdict.advice = f"{told} in this conversation's first request"
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -2709,7 +2692,7 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     than it does now, in the prompt that goes on from it."""
     at, place = common_prefix(before, now), 0
     if before and now and len(before) - at > ANSWER_START:
-        for number, (_, text) in enumerate(base.said(), base.first + 1):
+        for number, (_, text) in enumerate(base.said, len(base.front) + 1):
             found = before.find(text.strip()[:60], place, at)
             if found >= 0:
                 verdict.where, place = base.at(number)[0], found
