@@ -2189,6 +2189,9 @@ class Prompt:
         count = len(base.turns)
         return self.turns[count - 1 : count] == base.turns[-1:]
 
+    def goes_on(self, base: Prompt) -> bool:
+        return self.head == base.head and self.has_turns_of(base)
+
     def depth(self, base: Prompt) -> int:
         """How many segments it begins with as another prompt does."""
         if self.head == base.head:
@@ -2197,7 +2200,7 @@ class Prompt:
 
     def common(self, base: Prompt) -> int:
         """How many characters it begins with as another prompt does."""
-        if self.head == base.head and self.has_turns_of(base):
+        if self.goes_on(base):
             return base.size
         depth = self.depth(base)
         (name, text), (base_name, base_text) = self.at(depth), base.at(depth)
@@ -2339,8 +2342,7 @@ class Ledger:
             near = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
         case.near, case.away = near, near.time < lost_at
         case.between = newer = stored[: stored.index(near)]
-        went_on = prompt.head == near.head and prompt.has_turns_of(near)
-        case.whole = case.base is not None and went_on
+        case.whole = case.base is not None and prompt.goes_on(near)
         sent, others = prompt.sent or prompt, [near] if case.whole else [near, *stored[:NEWEST]]
         verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
@@ -2384,9 +2386,9 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
     (_, opening), (_, first) = prompt.said[0], one.said[0]
-    said = {text for _, text in one.said if len(text) > 20}
-    similar = first in opening or opening in first or alike(first, opening)
-    similar = similar or any(text in said for _, text in prompt.said)
+    repeated = {text for _, text in prompt.said} & {text for _, text in one.said}
+    similar = any(len(text) > 20 for text in repeated)
+    similar = similar or first in opening or opening in first or alike(first, opening)
     return similar and alike(one.system, prompt.system)
 
 
@@ -2431,11 +2433,7 @@ def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
 def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
     """How a text has moved where two prompts part; '' if it has not."""
     (old_name, old), (name, new) = base.at(place), prompt.at(place)
-    behind = [text for _, text in prompt.segments[place + 1 :]]
-    follow = [text for _, text in base.segments[place + 1 :]]
-    # A word or two may be said again by chance.
-    earlier = old != "" and old in (behind if len(old) > 20 else behind[:3])
-    later = new != "" and new in (follow if len(new) > 20 else follow[:3])
+    earlier, later = stands_behind(old, prompt, place), stands_behind(new, base, place)
     if later and earlier:
         return "another order"
     if old and (later or not name or ("(assistant)" in name and "(assistant)" not in old_name)):
@@ -2443,7 +2441,10 @@ def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
     return "put in" if new and earlier else ""
 
 
-# --- cures: settings that are tried on the two prompts at hand ------------------------------------
+def stands_behind(text: str, prompt: Prompt, place: int) -> bool:
+    """Whether a text stands behind a place, a word or two close to it."""
+    end = place + 4 if len(text) <= 20 else None
+    return text != "" and text in [said for _, said in prompt.segments[place + 1 : end]]
 
 
 def tell_cure(case: Case, config: Config) -> None:
@@ -2502,24 +2503,18 @@ def setting_line(config: Config, name: str, pattern: str) -> str:
     return f"{name}{number}={quote}{pattern}{quote}"
 
 
-def varying(text: str) -> str:
-    """A pattern for a text whose numbers, days and months may vary."""
-    pattern = re.sub(rf"\b(?:{_DAY}|{_MONTH})\b", r"\\w+", re.escape(text))
-    return re.sub(r"\d+", r"\\d+", pattern)
+
 
 
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of the lines in which two system texts differ, at most 4, each there once."""
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
     patterns = list[str]()
-    for was, now in zip(old.split("\n"), new.split("\n"), strict=False):
-        if was != now and len(patterns) < 4:
-            label = re.split(r"\d", was[: common_prefix(was, now)])[0]
-            label = label[: label.rfind(" ") + 1] or label
-            named = len(re.findall("[A-Za-z]", label)) > 2
-            pattern = f"^{varying(label)}.*$" if named else f"^{varying(was)}$"
-            if any(len(re.findall(pattern, text, re.MULTILINE)) != 1 for text in (old, new)):
-                return ""
-            patterns.append(pattern)
+    for was, now in itertools.islice((pair for pair in pairs if pair[0] != pair[1]), 4):
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
+        patterns.append(f"^{re.escape(label[: label.rfind(' ') + 1] or label)}.*$")
+        if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
     return "|".join(patterns)
 
 
@@ -2531,16 +2526,16 @@ def block_pattern(case: Case) -> str:
     start = text.rfind("\n\n", 0, prefix + 2) + 1
     end = text.find("\n\n", max(start, len(text) - suffix - 2))
     block = text[start : end if end >= 0 else None].strip()
-    line, _, more = block.partition("\n")
-    opening = varying(re.sub(r"^(\W*[\w -]*[>:\]]?).*", r"\1", line[:200]))
+    named = re.match(r"\W*[A-Za-z][A-Za-z _-]{2,80}[>:\]]?", block)
+    # A person may have typed a line without a mark; clients tell many things in reminders.
+    if not named or block.startswith("<system-reminder") or not re.search(r"\n|^[<[]", block):
+        return ""
+    opening = re.escape(named[0])
     closing = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-    ending = varying(closing[0]) if closing else r"(?:\n\n|\Z)"
-    # A person may have typed it, or clients tell many things in it.
-    common = line.startswith("<system-reminder") or not (more or line.startswith(("<", "[")))
+    ending = re.escape(closing[0]) if closing else r"(?:\n\n|\Z)"
     texts = [text for prompt in (case.near, case.prompt) if prompt for _, text in prompt.said]
-    many = sum([len(re.findall(opening, text)) for text in texts]) > 64  # that takes long
-    unnamed = not re.search("[A-Za-z]{3}", opening)
-    return "" if common or many or unnamed else f"(?s){opening}.*?{ending}"
+    often = sum([text.count(named[0]) for text in texts]) > 64  # to look for all ends takes long
+    return "" if often else f"(?s){opening}.*?{ending}"
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
@@ -2611,11 +2606,10 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
     wanted, size = math.ceil(100 * share + 1) / 100, other.tokens or other.size // 4
+    apart = f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold"
+    apart = apart if wanted < due else "no -sps keeps two apart that have so much in common"
     helps = ["with one slot, -np 2 gives each its own"] * (case.slots in (None, 1))
-    if case.slots != 1 and wanted < due:
-        helps.append(f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold")
-    elif case.slots != 1:
-        helps.append("no -sps keeps two apart that have so much in common")
+    helps += [apart] * (case.slots != 1)
     shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
     return f"{who} came in between, which {shared} and took this slot: {'; '.join(helps)}"
 
@@ -2708,16 +2702,16 @@ def weights_of(
     kinds = {"system": "system", "tools": "tool ", "turns": "turn "}
     parts = [[text for name, text in segments if name.startswith(kind)] for kind in kinds.values()]
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
-    largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = [*map("\n".join, parts), *[text for _, text in largest]]
+    tools = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
+    texts = [*map("\n".join, parts), *[text for _, text in tools]]
     counted = map(count, texts) if count is not None else ()
     numbers = list(itertools.takewhile(lambda number: number is not None, counted))
     if estimated := len(numbers) < len(texts):
         size = sum(map(len, texts[:3])) or 1
         numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
     row: Json = dict(zip(kinds, numbers, strict=False))
-    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
-    return {**row, "estimated": estimated, "largest tools": of_tools}
+    largest = {name: number for (name, _), number in zip(tools, numbers[3:], strict=True)}
+    return {**row, "estimated": estimated, "largest tools": largest}
 
 
 # ==================================================================================================

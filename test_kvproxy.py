@@ -7414,9 +7414,9 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
     ),
     "the system prompt changes and changes back": (
         [
-            ex_chat(EX_ASK, system="Mode: plan\n" + EX_LONG),
-            ex_chat(EX_ASK, EX_SAID, EX_THEN, system="Mode: act\n" + EX_LONG),
-            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG),
+            ex_chat(EX_ASK, system="Mode: plan\n" + EX_LONG * 3),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, system="Mode: act\n" + EX_LONG * 3),
+            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG * 3),
         ],
         "rewritten system text",
         "LIFT_REGEX='^Mode: .*$'",
@@ -7648,7 +7648,7 @@ def test_explain_cure_that_is_set_is_not_named(name: str) -> None:
     steps, _, cure = EX_CURED[name]
     setting, _, pattern = cure.partition("=")
     known = {setting.lower(): (pattern[1:-1],)}
-    assert ex_play(steps, config=Config(**known))[-1].cure == ""
+    assert ex_play(steps, config=Config(**known))[-1].cure != cure
 
 
 def test_explain_cure_tells_its_price() -> None:
