@@ -2012,9 +2012,9 @@ def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
-        text = window.decode("utf-8", "replace")
+        text, at_end = window.decode("utf-8", "replace"), window is (last or first)
         lines = text.split("\n") if streamed else [text]
-        windows.append([event_of(line, window is (last or first)) for line in lines if "{" in line])
+        windows.append([event_of(line, at_end) for line in lines if "{" in line])
     return windows
 
 
@@ -2090,8 +2090,6 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
-
-# --- a prompt as text -----------------------------------------------------------------------------
 
 BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
@@ -2193,13 +2191,13 @@ class Prompt:
         return self.head == base.head and self.has_turns_of(base)
 
     def depth(self, base: Prompt) -> int:
-        """How many segments it begins with as another prompt does."""
+        """How many segments are common at the beginning."""
         if self.head == base.head:
             return len(self.front) + common_prefix(self.turns, base.turns)
         return common_prefix(self.front, base.front)
 
     def common(self, base: Prompt) -> int:
-        """How many characters it begins with as another prompt does."""
+        """How many characters are common at the beginning."""
         if self.goes_on(base):
             return base.size
         depth = self.depth(base)
@@ -2233,8 +2231,10 @@ KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 def kind_of(before: str, after: str, at: int) -> str:
     """What two texts look like where they part."""
-    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
-        return "removed" if at >= len(after.rstrip()) else "added"
+    if at >= len(after.rstrip()):
+        return "removed"
+    if at >= len(before.rstrip()):
+        return "added"
     start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS.items():
         hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
@@ -2433,18 +2433,13 @@ def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
 def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
     """How a text has moved where two prompts part; '' if it has not."""
     (old_name, old), (name, new) = base.at(place), prompt.at(place)
-    earlier, later = stands_behind(old, prompt, place), stands_behind(new, base, place)
+    earlier = old in [text for _, text in prompt.segments[place + 1 :]]
+    later = new in [text for _, text in base.segments[place + 1 :]]
     if later and earlier:
         return "another order"
     if old and (later or not name or ("(assistant)" in name and "(assistant)" not in old_name)):
         return "taken out"
     return "put in" if new and earlier else ""
-
-
-def stands_behind(text: str, prompt: Prompt, place: int) -> bool:
-    """Whether a text stands behind a place, a word or two close to it."""
-    end = place + 4 if len(text) <= 20 else None
-    return text != "" and text in [said for _, said in prompt.segments[place + 1 : end]]
 
 
 def tell_cure(case: Case, config: Config) -> None:
@@ -2478,11 +2473,10 @@ def cures(case: Case, config: Config, name: str, value: Any) -> bool:
         prompts = list[Prompt]()
         for prompt in (case.near or case.prompt, case.prompt):
             came = prompt.sent or prompt
-            said = [("system", came.system)]
-            said += [(place.split("(")[1][:-1], text) for place, text in came.said]
-            tools = [json.loads(text) for place, text in came.front if place != "system"]
-            items = [{"role": role, "content": text} for role, text in said]
-            body = {"messages": items, "tools": tools}
+            said = [(place.split("(")[1][:-1], text) for place, text in came.said]
+            rows = [("system", came.system), *said]
+            items = [{"role": role, "content": text} for role, text in rows]
+            body = {"messages": items, "tools": came.tools}
             view = view_of(body, DIALECTS["chat/completions"])
             trace = editor.apply(view, Report(), Asker(client))
             if trace.record is not None:
@@ -2576,8 +2570,8 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     """Say why a prompt that goes on from another was not reused."""
-    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
-    dropped = sorted(base.reasoning - prompt.reasoning)
+    verdict, base = case.verdict, case.base or case.prompt
+    dropped = sorted(base.reasoning - case.prompt.reasoning)
     if dropped and case.whole:
         verdict.name, verdict.kind = "rewritten", "reasoning"
         verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
@@ -2590,9 +2584,6 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     why = who_took_it(case, base, expected / total) if cause == "taken" else advice(cause, config)
     verdict.name, verdict.kind = "lost", cause
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
-    loop = base.step == "tool step" or base.reasoning
-    if prompt.step == "user turn" and loop and cause != "away":
-        verdict.advice += OR_TEMPLATE
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
@@ -2622,10 +2613,11 @@ ADVICE = {
     "taken": "came in between: -np or a larger --cache-ram keeps both",
     "idle": "nothing was sent for minutes, and the server may unload when idle"
     "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
-    " without a checkpoint there (--ctx-checkpoints)",
-    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
-    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), the template"
+    f" renders old turns otherwise, or {_KINDS} without a checkpoint there (--ctx-checkpoints)",
+    "not all kept": f"the template renders old turns otherwise, or {_KINDS}, and its last"
+    " checkpoint lies further back (--ctx-checkpoints)",
+    "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
@@ -2633,12 +2625,9 @@ ADVICE = {
     "low similarity": "the start of the prompt changes, or another conversation took the slot",
     "slot cut": "conversations share a slot (a higher -sps keeps them apart), or prompts change",
 }
-# Until the server tells how it renders both prompts:
-OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
 
 def advice(cause: str, config: Config) -> str:
-    """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
@@ -2673,10 +2662,7 @@ def side_of(view: View, agent: str) -> str:
     return str(found.lastgroup) if found else ""
 
 
-SAVED_BY = (
-    "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
-    " of at least 512 tokens."
-)
+SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of at least 512 tokens."
 IDLE_WAIT = 5.0  # seconds to wait for an idle server
 ANSWER_START = 80  # characters that a template puts behind the last turn
 
@@ -2685,7 +2671,7 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
     """Give the verdict `template` if a server rendered the turns of `base` in another way before
     than it does now, in the prompt that goes on from it."""
     at, place = common_prefix(before, now), 0
-    if before and now and len(before) - at > ANSWER_START:
+    if len(before) - at > ANSWER_START:
         for number, (_, text) in enumerate(base.said, len(base.front) + 1):
             found = before.find(text.strip()[:60], place, at)
             if found >= 0:
@@ -2699,17 +2685,18 @@ def weights_of(
 ) -> Json:
     """Where the tokens of a prompt go: system, tools with the five largest, turns. Without `count`,
     which has the server count a text's, they are estimated from the characters."""
-    kinds = {"system": "system", "tools": "tool ", "turns": "turn "}
-    parts = [[text for name, text in segments if name.startswith(kind)] for kind in kinds.values()]
+    parts: dict[str, list[str]] = {"system": [], "tool": [], "turn": []}
+    for name, text in segments:
+        parts[name.split(" ")[0]].append(text)
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     tools = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = [*map("\n".join, parts), *[text for _, text in tools]]
+    texts = [*map("\n".join, parts.values()), *[text for _, text in tools]]
     counted = map(count, texts) if count is not None else ()
     numbers = list(itertools.takewhile(lambda number: number is not None, counted))
     if estimated := len(numbers) < len(texts):
         size = sum(map(len, texts[:3])) or 1
         numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
-    row: Json = dict(zip(kinds, numbers, strict=False))
+    row: Json = dict(zip(("system", "tools", "turns"), numbers, strict=False))
     largest = {name: number for (name, _), number in zip(tools, numbers[3:], strict=True)}
     return {**row, "estimated": estimated, "largest tools": largest}
 
@@ -3911,7 +3898,6 @@ class Proxy:
             prompts.append(str(members(answer).get("prompt") or ""))
         if len(prompts) == 2 and all(prompts):
             rendered_otherwise(verdict, base, *prompts)
-            verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
                 f"the chat template renders {verdict.where} otherwise than before"

@@ -7390,7 +7390,7 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
             ),
         ],
         "rewritten system clock",
-        r"LIFT_REGEX='^\d+-\d+-\d+ \d+:\d+ \(\w+\)$'",
+        "",
     ),
     "two lines": (
         [
