@@ -2235,10 +2235,8 @@ def kind_of(before: str, after: str, at: int) -> str:
         return "removed"
     if at >= len(before.rstrip()):
         return "added"
-    start = max(before.rfind("\n", 0, at) + 1, at - 80)
     for name, pattern in KINDS.items():
-        hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
-        if all(any(hit.start() <= at - start <= hit.end() for hit in one) for one in hits):
+        if re.sub(pattern, "", around(before, at)) == re.sub(pattern, "", around(after, at)):
             return name
     return "text"
 
@@ -2255,8 +2253,8 @@ VERDICTS = {
     "extended": "goes on from this conversation's last prompt, and the server reused it",
     "rewritten": "the client changed earlier content",
     "template": "the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation, or with an older prompt",
+    "lost": "the client did its part, but the server had forgotten",
+    "new branch": "shares its beginning with another conversation or an older prompt",
     "not reported": "the server gave no cache numbers",
 }
 
@@ -2304,7 +2302,6 @@ class Case:
     whole: bool = False
     between: Sequence[Prompt] = ()  # that the server got since then
     texts: tuple[str, str] = ("", "")  # where they part
-    learned: Sequence[Shape] = ()  # all that varied in the system text
     straight: float = 0.0  # share that would be reused without kvproxy
     moved: bool = False  # by kvproxy itself
     away: bool = False  # the server was, since then
@@ -2323,9 +2320,9 @@ class Ledger:
         self.entries: collections.deque[Prompt] = collections.deque()
         self.count = 0  # of all prompts judged
 
-    def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it, and remember it. `lost_at`: when the server was
-        last away; `shapes`: what was learned."""
+        last away."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), COMPARED))
             self.entries.append(prompt)
@@ -2348,7 +2345,7 @@ class Ledger:
         case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
         ours = [one.head for one in newer if one.conversation == near.conversation and not one.side]
         if not case.whole:
-            judge_change(case, near, shapes)
+            judge_change(case, near)
         elif prompt.side or near.head not in ours:
             verdict.name = "extended"
         else:
@@ -2392,7 +2389,7 @@ def looks_alike(prompt: Prompt, one: Prompt) -> bool:
     return similar and alike(one.system, prompt.system)
 
 
-def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
+def judge_change(case: Case, base: Prompt) -> None:
     """Say where a prompt parts from an earlier one, and what became of it."""
     verdict, prompt, same_talk = case.verdict, case.prompt, case.base is not None
     sent, base_sent = prompt.sent or prompt, base.sent or base
@@ -2400,12 +2397,9 @@ def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
     (old_name, old), (name, new) = base.at(place), prompt.at(place)
     verdict.where = name or old_name
     if base.system != prompt.system:
-        verdict.where, known = "system", {shape.name(): shape for shape in shapes}
-        rows = [shape.row() for shape in known.values()]
-        (old, lifted), (new, _) = lift_text(base.system, rows), lift_text(prompt.system, rows)
+        verdict.where, old, new = "system", base_sent.system, sent.system
         if old == new:
-            case.learned = [known[label] for label, _ in lifted]
-            old, new = base_sent.system, sent.system
+            old, new = base.system, prompt.system
     elif base.tools != prompt.tools:
         same = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
@@ -2422,7 +2416,7 @@ def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
         verdict.before, verdict.after, case.texts = around(old, at), around(new, at), (old, new)
     case.moved = sent.has_turns_of(base_sent) and (in_turns or sent.head == base_sent.head)
     changed = same_talk and (in_turns or prompt.answers > 0)
-    varies = not in_turns and (verdict.kind in (*KINDS, "tool order") or bool(case.learned))
+    varies = not in_turns and verdict.kind in (*KINDS, "tool order")
     same_agent = verdict.where != "system" or alike(base.system, prompt.system)
     if same_agent and (changed or varies) and not prompt.side:
         verdict.name = "rewritten"  # a side request has its own prompt
@@ -2444,26 +2438,23 @@ def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
 
 def tell_cure(case: Case, config: Config) -> None:
     """Name the setting that keeps a rewritten prompt the same, if there is one."""
-    verdict, (old, new), price = case.verdict, case.texts, ""
-    if case.learned:
-        pattern = "|".join([shape.pattern() for shape in case.learned])
-        verdict.cure = setting_line(config, "LIFT_REGEX", pattern)
-        verdict.advice = "learned: it is lifted from now on; from the first request on with"
-        return
+    verdict = case.verdict
     for switch in ("scrub", "replay", "lift"):
         if not getattr(config, switch) and cures(case, config, switch, True):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
     block = block_pattern(case) if "(user)" in verdict.where else ""
-    tried = {"REPLAY_REGEX": block, "STRIP_REGEX": block and rf"{block}\s*"}
-    if verdict.where == "system":
-        tried = {"LIFT_REGEX": lines_pattern(old, new)}
-    for name, pattern in tried.items():
+    line = lines_pattern(*case.texts) if verdict.where == "system" else ""
+    strip = block and rf"{block}\s*"
+    for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
         if setting and cures(case, config, name.lower(), (*known, pattern)):
-            verdict.cure, verdict.advice = setting, price
+            verdict.cure = setting
+            if name == "STRIP_REGEX":
+                verdict.advice = "this cures it, but the model sees it no more:"
+            elif name == "LIFT_REGEX" and cures(case, config, "lift", config.lift):
+                verdict.advice = "learned: it is lifted from now on; from the first request on with"
             return
-        price = "this cures it, but the model sees it no more:"
 
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
@@ -2473,9 +2464,9 @@ def cures(case: Case, config: Config, name: str, value: Any) -> bool:
         prompts = list[Prompt]()
         for prompt in (case.near or case.prompt, case.prompt):
             came = prompt.sent or prompt
-            said = [(place.split("(")[1][:-1], text) for place, text in came.said]
-            rows = [("system", came.system), *said]
-            items = [{"role": role, "content": text} for role, text in rows]
+            items = [{"role": "system", "content": came.system}]
+            for place, text in came.said:
+                items.append({"role": place.split("(")[1][:-1], "content": text})
             body = {"messages": items, "tools": came.tools}
             view = view_of(body, DIALECTS["chat/completions"])
             trace = editor.apply(view, Report(), Asker(client))
@@ -2483,9 +2474,8 @@ def cures(case: Case, config: Config, name: str, value: Any) -> bool:
                 trace.record.answer = ANY
             prompts.append(Prompt(view))
     before, now = prompts
-    emptied = any("(user)" in place and not text.strip() for place, text in before.said + now.said)
-    goes_on = case.base is None or now.has_turns_of(before)
-    return now.head == before.head and goes_on and not emptied
+    goes_on = now.goes_on(before) if case.base is not None else now.head == before.head
+    return goes_on and all(text.strip() for _, text in now.said)
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
@@ -2497,19 +2487,16 @@ def setting_line(config: Config, name: str, pattern: str) -> str:
     return f"{name}{number}={quote}{pattern}{quote}"
 
 
-
-
-
 def lines_pattern(old: str, new: str) -> str:
     """A pattern of the lines in which two system texts differ, at most 4, each there once."""
     pairs = zip(old.split("\n"), new.split("\n"), strict=False)
     patterns = list[str]()
-    for was, now in itertools.islice((pair for pair in pairs if pair[0] != pair[1]), 4):
+    for was, now in [(was, now) for was, now in pairs if was != now][:5]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         patterns.append(f"^{re.escape(label[: label.rfind(' ') + 1] or label)}.*$")
         if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
             return ""
-    return "|".join(patterns)
+    return "|".join(patterns) if len(patterns) < 5 else ""
 
 
 def block_pattern(case: Case) -> str:
@@ -2680,25 +2667,21 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
         verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(
-    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None
-) -> Json:
-    """Where the tokens of a prompt go: system, tools with the five largest, turns. Without `count`,
-    which has the server count a text's, they are estimated from the characters."""
-    parts: dict[str, list[str]] = {"system": [], "tool": [], "turn": []}
+def weights_of(segments: list[Segment], tokens: int | None) -> Json:
+    """Where the tokens of a prompt go, by the share of characters: system, tools with the five
+    largest, turns."""
+    sizes = {"system": 0, "tools": 0, "turns": 0}
+    largest = dict[str, int]()
+    rate = (tokens or 0) / (sum([len(text) for _, text in segments]) or 1) or 0.25
     for name, text in segments:
-        parts[name.split(" ")[0]].append(text)
-    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
-    tools = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = [*map("\n".join, parts.values()), *[text for _, text in tools]]
-    counted = map(count, texts) if count is not None else ()
-    numbers = list(itertools.takewhile(lambda number: number is not None, counted))
-    if estimated := len(numbers) < len(texts):
-        size = sum(map(len, texts[:3])) or 1
-        numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
-    row: Json = dict(zip(("system", "tools", "turns"), numbers, strict=False))
-    largest = {name: number for (name, _), number in zip(tools, numbers[3:], strict=True)}
-    return {**row, "estimated": estimated, "largest tools": largest}
+        kind, _, tool = name.partition(" ")
+        sizes[kind if kind == "system" else f"{kind}s"] += len(text)
+        if kind == "tool":
+            largest[tool] = len(text)
+    five = sorted(largest, key=lambda tool: -largest[tool])[:5]
+    row: Json = {kind: round(rate * size) for kind, size in sizes.items()}
+    tools = {tool: round(rate * largest[tool]) for tool in five}
+    return {**row, "estimated": True, "largest tools": tools}
 
 
 # ==================================================================================================
@@ -3775,8 +3758,7 @@ class Proxy:
                 original = Prompt(self.reader.view(received, view.dialect))
             talk = exchange.trace.conversation
             prompt = Prompt(view, talk, exchange.side, time.monotonic(), original)
-            shapes = list(self.editor.lifter.learner.shapes)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
         except RecursionError:  # no server reads what is nested so deeply
@@ -4630,15 +4612,8 @@ class Pages:
                 with suppress(Unreadable, RecursionError):
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
 
-        def count(text: str) -> int | None:
-            body, keys = dump({"content": text}), keys_of(exchange.request)
-            answer = self.proxy.backend.ask("/tokenize", 3.0, body, keys)[1]
-            tokens = members(answer).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
         if len(prompts) == 2:
-            counter = None if self.proxy.running else count
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, counter)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
             row["diff"] = difference(*prompts)
         return row
 
@@ -5094,8 +5069,7 @@ class LogReader:
         if trace.record is not None:
             trace.record.answer = ANY
         as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
-        shapes = list(self.editor.lifter.learner.shapes)
-        case, usage = self.ledger.judge(prompt, self.lost_at, shapes), usage_of([[row]])
+        case, usage = self.ledger.judge(prompt, self.lost_at), usage_of([[row]])
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
         settle(case, usage, self.config)
