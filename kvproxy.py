@@ -2030,7 +2030,6 @@ def event_of(line: str, at_end: bool) -> Json:
 
 
 def usage_of(windows: list[list[Json]]) -> Usage:
-    """The numbers in the events of an answer."""
     found: Json = {}
     for event in itertools.chain(*windows):
         for part in (event, members(event.get("response")), members(event.get("message"))):
@@ -2171,16 +2170,14 @@ class Prompt:
                 self.answers = len(self.turns)
         self.segments = self.front + self.said
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        held = self.segments + (sent.segments if sent is not None else [])
-        texts = {id(text): text for _, text in held}
-        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
+        self.memory = sum([370 + sys.getsizeof(text) for _, text in self.segments])  # in bytes
+        self.memory += sent.memory if sent is not None else 0
         self.step = ""  # what it is for
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = side or (later if self.answers else "first prompt")
 
     def at(self, place: int) -> Segment:
-        """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
     def has_turns_of(self, base: Prompt) -> bool:
@@ -2230,7 +2227,6 @@ KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What two texts look like where they part."""
     if at >= len(after.rstrip()):
         return "removed"
     if at >= len(before.rstrip()):
@@ -2242,7 +2238,7 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 
 def around(text: str, at: int) -> str:
-    """A piece of the line where two texts part."""
+    """A piece of a line."""
     start, end = max(text.rfind("\n", 0, at) + 1, at - 30), text.find("\n", at + 1, at + 40)
     return text[start : end if end >= 0 else at + 40]
 
@@ -2321,16 +2317,14 @@ class Ledger:
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
-        """Compare a prompt with those before it, and remember it. `lost_at`: when the server was
-        last away."""
+        """Compare a prompt with those before it. `lost_at`: when the server was last away."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), COMPARED))
             self.entries.append(prompt)
             self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
                 self.size -= self.entries.popleft().memory
-        verdict = Verdict(side=prompt.side, step=prompt.step)
-        case = Case(verdict, prompt)
+        case = Case(verdict := Verdict(side=prompt.side, step=prompt.step), prompt)
         if not stored or not prompt.segments:
             return case
         case.base = near = previous(prompt, stored)
@@ -2357,29 +2351,28 @@ class Ledger:
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     """The prompt of the same conversation that this one goes on from, or changes the history of:
     the newest with the most turns in common."""
-    talk, best, reached = prompt.conversation, None, -1
-    own = [one for one in stored if one.conversation == talk and (prompt.side or not one.side)]
-    near = [one for one in stored[:NEWEST] if one.conversation != talk]
-    for one in own + near:
+    best, reached = None, -1
+    near = [one for one in stored if one.conversation == prompt.conversation] + stored[:NEWEST]
+    for one in near:
         if len(one.turns) > reached:
             whole = prompt.has_turns_of(one)
             depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
-            fits = depth > reached and (whole or depth < prompt.answers)
-            if fits and (one in own or looks_alike(prompt, one)):
+            if depth > reached and (whole or depth < prompt.answers) and same_talk(prompt, one):
                 best, reached = one, depth
     if best is None:
         return None
     # Or a newer one, if its last message is history now.
     history = {text for _, text in prompt.said[reached : prompt.answers]}
     for one in stored[: stored.index(best)]:
-        made = one.turns and one.segments[-1][1] in history
-        if made and (one in own[:1] or (one in near and looks_alike(prompt, one))):
+        if one in near and one.turns and one.said[-1][1] in history and same_talk(prompt, one):
             return one
     return best
 
 
-def looks_alike(prompt: Prompt, one: Prompt) -> bool:
-    """Whether one of another name seems to be of the same conversation."""
+def same_talk(prompt: Prompt, one: Prompt) -> bool:
+    """Whether a prompt is of the same conversation, or seems to be under another name."""
+    if one.conversation == prompt.conversation:
+        return bool(prompt.side or not one.side)
     if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
     (_, opening), (_, first) = prompt.said[0], one.said[0]
@@ -2576,20 +2569,21 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
     """Who got a prompt's slot, and what helps; `due`: the share that should have been reused. A
     request gets the idle slot whose content makes up more than -sps (0.1) of its prompt."""
-    shares = [one.common(base) / (one.size or 1) for one in case.between]
-    share, other = max(shares), case.between[shares.index(max(shares))]
+    other = max(case.between, key=lambda one: one.common(base) / (one.size or 1))
+    share, size = other.common(base) / (other.size or 1), other.tokens or other.size // 4
     same = other.conversation == base.conversation
     who = "a request of the same chat in another form" if same else "another conversation"
     who = f"a {other.side} request" if other.side else who
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
-    wanted, size = math.ceil(100 * share + 1) / 100, other.tokens or other.size // 4
-    apart = f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold"
-    apart = apart if wanted < due else "no -sps keeps two apart that have so much in common"
-    helps = ["with one slot, -np 2 gives each its own"] * (case.slots in (None, 1))
-    helps += [apart] * (case.slots != 1)
+    wanted = math.ceil(100 * share + 1) / 100
+    several = f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold"
+    several = several if wanted < due else "no -sps keeps two apart that have so much in common"
+    one_slot = "with one slot, -np 2 gives each its own"
+    helps = several if (case.slots or 1) > 1 else one_slot
+    helps = f"{one_slot}; {several}" if case.slots is None else helps
     shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
-    return f"{who} came in between, which {shared} and took this slot: {'; '.join(helps)}"
+    return f"{who} came in between, which {shared} and took this slot: {helps}"
 
 
 # What happened -> why or what helps | a setting that helps, if it is not set | how.
@@ -2608,8 +2602,8 @@ ADVICE = {
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
-    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
-    "low similarity": "the start of the prompt changes, or another conversation took the slot",
+    "no similar slot": "it is new, or another one took its slot: -np or --cache-ram helps",
+    "low similarity": "the prompt's start changes, or another conversation took the slot",
     "slot cut": "conversations share a slot (a higher -sps keeps them apart), or prompts change",
 }
 
@@ -2619,8 +2613,7 @@ def advice(cause: str, config: Config) -> str:
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
-# Words of a request beside the conversation. They stand
-# in the last turn, or in the system prompt while nobody has answered.
+# In the last turn, or in the system prompt while nobody has answered.
 SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
@@ -2633,7 +2626,7 @@ SIDE_SHAPES = re.compile(
 
 
 def side_of(view: View, agent: str) -> str:
-    """The name of a request beside the conversation; '' for others. `agent`: a sub-agent's id."""
+    """The name of a request beside the conversation, or ''. `agent`: a sub-agent's id."""
     body, turns = view.body, view.turns[-1:]
     wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
     titled = "title" in members(members(wanted.get("schema")).get("properties"))
@@ -2668,20 +2661,21 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
 
 
 def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where the tokens of a prompt go, by the share of characters: system, tools with the five
-    largest, turns."""
-    sizes = {"system": 0, "tools": 0, "turns": 0}
-    largest = dict[str, int]()
-    rate = (tokens or 0) / (sum([len(text) for _, text in segments]) or 1) or 0.25
+    """Where a prompt's tokens go, by the share of characters: system, tools with the five largest,
+    turns."""
+    sizes = {"system": 0, "tool": 0, "turn": 0}
+    tools = dict[str, int]()
     for name, text in segments:
         kind, _, tool = name.partition(" ")
-        sizes[kind if kind == "system" else f"{kind}s"] += len(text)
+        sizes[kind] += len(text)
         if kind == "tool":
-            largest[tool] = len(text)
-    five = sorted(largest, key=lambda tool: -largest[tool])[:5]
-    row: Json = {kind: round(rate * size) for kind, size in sizes.items()}
-    tools = {tool: round(rate * largest[tool]) for tool in five}
-    return {**row, "estimated": True, "largest tools": tools}
+            tools[tool] = len(text)
+    rate = (tokens or 0) / (sum(sizes.values()) or 1) or 0.25
+    system, *others = [round(rate * size) for size in sizes.values()]
+    five = sorted(tools, key=lambda tool: -tools[tool])[:5]
+    largest = {tool: round(rate * tools[tool]) for tool in five}
+    row: Json = {"system": system, "tools": others[0], "turns": others[1]}
+    return {**row, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================
