@@ -2180,24 +2180,25 @@ class Prompt:
     def at(self, place: int) -> Segment:
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def has_turns_of(self, base: Prompt) -> bool:
+    def common_turns(self, base: Prompt) -> int:
         count = len(base.turns)
-        return self.turns[count - 1 : count] == base.turns[-1:]
-
-    def goes_on(self, base: Prompt) -> bool:
-        return self.head == base.head and self.has_turns_of(base)
+        whole = self.turns[count - 1 : count] == base.turns[-1:]
+        return count if whole else common_prefix(self.turns, base.turns)
 
     def depth(self, base: Prompt) -> int:
         """How many segments are common at the beginning."""
         if self.head == base.head:
-            return len(self.front) + common_prefix(self.turns, base.turns)
+            return len(self.front) + self.common_turns(base)
         return common_prefix(self.front, base.front)
+
+    def goes_on(self, base: Prompt) -> bool:
+        return self.depth(base) == len(base.segments)
 
     def common(self, base: Prompt) -> int:
         """How many characters are common at the beginning."""
-        if self.goes_on(base):
-            return base.size
         depth = self.depth(base)
+        if depth == len(base.segments):
+            return base.size
         (name, text), (base_name, base_text) = self.at(depth), base.at(depth)
         more = common_prefix(text, base_text) if name == base_name else 0
         return sum([len(text) for _, text in self.segments[:depth]]) + more
@@ -2246,11 +2247,11 @@ def around(text: str, at: int) -> str:
 NEWEST, COMPARED = 8, 64  # prompts of other conversations, and of all
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "goes on from this conversation's last prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt",
     "rewritten": "the client changed earlier content",
     "template": "the chat template renders old turns in another way",
     "lost": "the client did its part, but the server had forgotten",
-    "new branch": "shares its beginning with another conversation or an older prompt",
+    "new branch": "begins as another conversation or an older prompt",
     "not reported": "the server gave no cache numbers",
 }
 
@@ -2303,7 +2304,6 @@ class Case:
     away: bool = False  # the server was, since then
     idle: float = 0.0  # seconds before it
     ahead: int | None = None  # tokens of it that were read before it came
-    slots: int | None = None  # of the server
     first_byte: float = 0.0  # seconds until a stream began; 0: not known
 
 
@@ -2355,9 +2355,9 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
     near = [one for one in stored if one.conversation == prompt.conversation] + stored[:NEWEST]
     for one in near:
         if len(one.turns) > reached:
-            whole = prompt.has_turns_of(one)
-            depth = len(one.turns) if whole else common_prefix(prompt.turns, one.turns)
-            if depth > reached and (whole or depth < prompt.answers) and same_talk(prompt, one):
+            depth = prompt.common_turns(one)
+            fits = depth == len(one.turns) or depth < prompt.answers
+            if depth > reached and fits and same_talk(prompt, one):
                 best, reached = one, depth
     if best is None:
         return None
@@ -2407,7 +2407,8 @@ def judge_change(case: Case, base: Prompt) -> None:
         at = common_prefix(old, new)
         verdict.kind = verdict.kind or kind_of(old, new, at)
         verdict.before, verdict.after, case.texts = around(old, at), around(new, at), (old, new)
-    case.moved = sent.has_turns_of(base_sent) and (in_turns or sent.head == base_sent.head)
+    went_on = sent.common_turns(base_sent) == len(base_sent.turns)
+    case.moved = went_on and (in_turns or sent.head == base_sent.head)
     changed = same_talk and (in_turns or prompt.answers > 0)
     varies = not in_turns and verdict.kind in (*KINDS, "tool order")
     same_agent = verdict.where != "system" or alike(base.system, prompt.system)
@@ -2442,30 +2443,25 @@ def tell_cure(case: Case, config: Config) -> None:
     for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
         if setting and cures(case, config, name.lower(), (*known, pattern)):
-            verdict.cure = setting
-            if name == "STRIP_REGEX":
-                verdict.advice = "this cures it, but the model sees it no more:"
-            elif name == "LIFT_REGEX" and cures(case, config, "lift", config.lift):
-                verdict.advice = "learned: it is lifted from now on; from the first request on with"
+            price = "this cures it, but the model sees it no more:"
+            verdict.cure, verdict.advice = setting, price if name == "STRIP_REGEX" else ""
             return
 
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
-    """Whether with a setting one prompt goes on from the other, once kvproxy has learned."""
-    editor = Editor(dataclasses.replace(config, **{name: value}))
-    for client in (b"to learn", b"to judge"):
-        prompts = list[Prompt]()
-        for prompt in (case.near or case.prompt, case.prompt):
-            came = prompt.sent or prompt
-            items = [{"role": "system", "content": came.system}]
-            for place, text in came.said:
-                items.append({"role": place.split("(")[1][:-1], "content": text})
-            body = {"messages": items, "tools": came.tools}
-            view = view_of(body, DIALECTS["chat/completions"])
-            trace = editor.apply(view, Report(), Asker(client))
-            if trace.record is not None:
-                trace.record.answer = ANY
-            prompts.append(Prompt(view))
+    """Whether with a setting the prompt, as it came, goes on from the one before."""
+    editor, prompts = Editor(dataclasses.replace(config, **{name: value})), list[Prompt]()
+    for prompt in (case.near or case.prompt, case.prompt):
+        came = prompt.sent or prompt
+        items = [{"role": "system", "content": came.system}]
+        for place, text in came.said:
+            items.append({"role": place.split("(")[1][:-1], "content": text})
+        body = {"messages": items, "tools": came.tools}
+        view = view_of(body, DIALECTS["chat/completions"])
+        trace = editor.apply(view, Report())
+        if trace.record is not None:
+            trace.record.answer = ANY
+        prompts.append(Prompt(view))
     before, now = prompts
     goes_on = now.goes_on(before) if case.base is not None else now.head == before.head
     return goes_on and all(text.strip() for _, text in now.said)
@@ -2557,10 +2553,9 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
         verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
         verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
-    cause = "idle" if case.idle > 300 else cause
+    cause = "idle" if case.idle > 300 else "not all kept"
     cause = "away" if case.away else "taken" if case.between else cause
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
     why = who_took_it(case, base, expected / total) if cause == "taken" else advice(cause, config)
     verdict.name, verdict.kind = "lost", cause
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
@@ -2577,11 +2572,8 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
     wanted = math.ceil(100 * share + 1) / 100
-    several = f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold"
-    several = several if wanted < due else "no -sps keeps two apart that have so much in common"
-    one_slot = "with one slot, -np 2 gives each its own"
-    helps = several if (case.slots or 1) > 1 else one_slot
-    helps = f"{one_slot}; {several}" if case.slots is None else helps
+    helps = f"-np 2 or more with -sps {wanted:.2f} keeps them apart, but new chats start cold"
+    helps = helps if wanted < due else "no -sps keeps two apart that have so much in common"
     shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
     return f"{who} came in between, which {shared} and took this slot: {helps}"
 
@@ -2594,10 +2586,8 @@ ADVICE = {
     "taken": "came in between: -np or a larger --cache-ram keeps both",
     "idle": "nothing was sent for minutes, and the server may unload when idle"
     "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": "the server was restarted, its host cache is off (--cache-ram 0), the template"
+    "not all kept": "the server was restarted, its host cache is off (--cache-ram 0), the template"
     f" renders old turns otherwise, or {_KINDS} without a checkpoint there (--ctx-checkpoints)",
-    "not all kept": f"the template renders old turns otherwise, or {_KINDS}, and its last"
-    " checkpoint lies further back (--ctx-checkpoints)",
     "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
@@ -2627,17 +2617,12 @@ SIDE_SHAPES = re.compile(
 
 def side_of(view: View, agent: str) -> str:
     """The name of a request beside the conversation, or ''. `agent`: a sub-agent's id."""
-    body, turns = view.body, view.turns[-1:]
-    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
-    titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if agent:
-        return "sub-agent"
-    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
-        return "title"
+    turns = view.turns[-1:]
+    if agent or view.body.get("tools"):
+        return "sub-agent" if agent else ""
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    texts = [turn.text()[:2000].lower() for turn in turns if not body.get("tools")]
-    text = "\n".join(texts)
+    text = "\n".join([turn.text()[:2000] for turn in turns]).lower()
     found = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
     return str(found.lastgroup) if found else ""
 
@@ -3836,7 +3821,6 @@ class Proxy:
         """Settle a verdict, for which an idle server is asked; write page, log and capture."""
         case, exchange.case = exchange.case, None
         if case:
-            case.slots = self.backend.describe().get("slots") if idle else None
             if exchange.stream and exchange.begun:
                 case.first_byte = exchange.begun - exchange.sent
             settle(case, exchange.usage, self.config)

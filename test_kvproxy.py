@@ -6721,7 +6721,7 @@ def ex_play(
         tokens = prompt.size // 4
         share = case.verdict.share if reused == "all" else reused
         cached = None if share is None else round(tokens * share)
-        case.idle, case.slots = extra.get("idle", 0.0), extra.get("slots")
+        case.idle = extra.get("idle", 0.0)
         kvproxy.settle(case, kvproxy.Usage(tokens, cached), config or Config())
         prompt.number = now + 1
         found.append(case.verdict)
@@ -7059,14 +7059,14 @@ EX_VERDICTS: dict[str, tuple[list[Any], str]] = {
             EX_NEXT,
             (ex_chat(EX_HI, "ok", EX_MORE, "ok", "x"), 0.0, {"lost_at": 0.5}),
         ],
-        "lost checkpoint",
+        "lost not all kept",
     ),
     "lost: idle": ([ex_chat(EX_HI), (EX_NEXT, 0.0, {"idle": 1800})], "lost idle"),
-    "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost checkpoint"),
+    "lost: nothing kept": ([ex_chat(EX_HI), (EX_NEXT, 0.0)], "lost not all kept"),
     "lost: a part kept": ([ex_chat(EX_HI), (EX_NEXT, 0.4)], "lost not all kept"),
     "lost: a new branch finds nothing": (
         [ex_chat(EX_HI), (ex_chat("Other words."), 0.0)],
-        "lost checkpoint",
+        "lost not all kept",
     ),
     "lost: one part in fifty": (
         [ex_chat(EX_HI, system=EX_LONG * 9), (ex_chat(EX_HI, "ok", "x", system=EX_LONG * 9), 0.98)],
@@ -7682,8 +7682,7 @@ def test_explain_what_was_learned(name: str, fresh: bool, rig: MakeRig) -> None:
     found = ex_exchange(rig(ex_llama(ex_template)), EX_CHAT_PATH, bodies)
     verdict = found[1].verdict
     assert (verdict.where, verdict.before, verdict.after) == ("system", *values)
-    told = "; learned: it is lifted from now on; from the first request on with LIFT_REGEX="
-    assert verdict.line().endswith(f"{told}'{pattern}'")
+    assert verdict.line().endswith(f"; LIFT_REGEX='{pattern}'")
     later = "new branch" if fresh else "extended"
     assert [one.verdict.name for one in found] == ["cold", "rewritten", later]
     found = ex_exchange(rig(ex_llama(ex_template), lift_regex=(pattern,)), EX_CHAT_PATH, bodies)
@@ -7748,26 +7747,18 @@ def test_explain_one_conversation_is_not_taken_for_another() -> None:
 def test_explain_lost_in_the_numbers_of_the_case() -> None:
     """Who came in between, what it shares, and what would have helped, at what price."""
 
-    def told(shared: int, own: int, more: int, **server: Any) -> str:
+    def told(shared: int, own: int, more: int) -> str:
         front = EX_LONG[:40] * shared
         first = ex_chat("a" * own, system=front)
         other = ex_chat("b" * more, system=front)
         again = ex_chat("a" * own, "ok", "go on", system=front)
-        return ex_play([first, other, (again, 0.3, server)])[-1].advice
+        return ex_play([first, other, (again, 0.3)])[-1].advice
 
-    advice = told(100, 8000, 4000)
-    assert (
-        "another conversation came in between, which shares 1,000 of its 2,000 tokens (0.50)"
-        in advice
-    )
-    assert "with one slot, -np 2" in advice and "with several, -sps 0.51 keeps them apart" in advice
-    assert "but new chats start cold" in advice
-    assert "-sps" not in told(100, 8000, 4000, slots=1) and "-np 2" in told(
-        100, 8000, 4000, slots=1
-    )
-    assert "-np" not in told(100, 8000, 4000, slots=4)
-    assert "no -sps keeps two apart" in told(100, 1000, 4, slots=4)
-    assert "--cache-ram" in told(1, 8000, 9000, slots=4)
+    who = "another conversation came in between, which shares 1,000 of its 2,000 tokens (0.50)"
+    helps = "-np 2 or more with -sps 0.51 keeps them apart, but new chats start cold"
+    assert who in told(100, 8000, 4000) and helps in told(100, 8000, 4000)
+    assert "no -sps keeps two apart" in told(100, 1000, 4)
+    assert "--cache-ram" in told(1, 8000, 9000)
 
 
 EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
@@ -7790,19 +7781,6 @@ EX_SIDES: dict[str, tuple[Json, dict[str, str], str]] = {
     ),
     "title by its system prompt": (
         ex_chat(EX_HI, system="You are a title generator. You output only a title."),
-        {},
-        "title",
-    ),
-    "title by Codex's metadata": (
-        {"input": "hi", "client_metadata": {"thread_source": "thread_title"}},
-        {},
-        "title",
-    ),
-    "title by its schema": (
-        {
-            "messages": [{"role": "user", "content": "hi"}],
-            "output_config": {"format": {"schema": {"properties": {"title": {}}}}},
-        },
         {},
         "title",
     ),
@@ -14608,7 +14586,7 @@ def test_commands_inspect_names_what_cures_all() -> None:
     _, findings = ex_rows_of(ex_captured(*talk))
     assert [(found["requests"], found["cured"]) for found in findings] == [(2, 1)]
     cure = findings[0]["advice"]
-    assert cure == "LIFT_REGEX='Hour: .+'"
+    assert cure == "LIFT_REGEX='^Hour: .*$'"
     pattern = cure.partition("=")[2].strip("'")
     reader = kvproxy.LogReader(Config(lift_regex=(pattern,)))
     rows = [row for line in ex_captured(*talk).splitlines() for row in reader.line(line.encode())]
