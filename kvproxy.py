@@ -1991,9 +1991,8 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        if self.prompt is None or self.cached is None:
-            return None
-        return self.prompt - self.cached
+        known = self.prompt is not None and self.cached is not None
+        return (self.prompt or 0) - (self.cached or 0) if known else None
 
 
 # What a server calls a number -> what it is. Anthropic's input_tokens are what was not cached.
@@ -2135,9 +2134,9 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 
 class Prompt:
-    """A prompt as forwarded, in the segments that the server reads: in `front` (system, tools) and
-    in `said` (turns). Reasoning is none: clients and templates drop it at will. `head` is a hash of
-    the front, `turns` has one of all turns up to each. `sent` is it as it came, if that differs."""
+    """A prompt as forwarded, in segments: `front` (system, tools) and `said` (turns), without
+    reasoning, which clients and templates drop at will. `head` is a hash of the front, `turns` has
+    one of all turns up to each. `sent` is it as it came, if that differs."""
 
     tokens: int | None = None  # known when the request ends
     number = 0
@@ -2223,15 +2222,13 @@ def alike(a: str, b: str) -> bool:
     return 2 * max(ends, lines) > max(len(a), len(b))
 
 
-# What a differing piece looks like, most telling first; ids are numbers, too.
+# What differs, most telling first; ids are numbers, too.
 KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    if at >= len(after.rstrip()):
-        return "removed"
-    if at >= len(before.rstrip()):
-        return "added"
+    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
+        return "removed" if at >= len(after.rstrip()) else "added"
     for name, pattern in KINDS.items():
         if re.sub(pattern, "", around(before, at)) == re.sub(pattern, "", around(after, at)):
             return name
@@ -2239,7 +2236,6 @@ def kind_of(before: str, after: str, at: int) -> str:
 
 
 def around(text: str, at: int) -> str:
-    """A piece of a line."""
     start, end = max(text.rfind("\n", 0, at) + 1, at - 30), text.find("\n", at + 1, at + 40)
     return text[start : end if end >= 0 else at + 40]
 
@@ -2258,8 +2254,8 @@ VERDICTS = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. An earlier one began with a `share` of its characters; `base` is
-    the request that it goes on from, `expected` the tokens to be reused."""
+    """What became of a prompt. An earlier one began with a `share` of it; `base` is the request
+    that it goes on from, `expected` the tokens to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2289,8 +2285,8 @@ class Verdict:
 
 @dataclasses.dataclass
 class Case:
-    """A prompt under judgement. It was compared with `near`, which is `base` if it is of the same
-    conversation; `whole`: it goes on from that."""
+    """A prompt, compared with `near`, which is `base` if it is of the same conversation; `whole`:
+    it goes on from that."""
 
     verdict: Verdict
     prompt: Prompt
@@ -2398,11 +2394,15 @@ def judge_change(case: Case, base: Prompt) -> None:
         verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
         old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     else:
-        verdict.kind = moved_text(base, prompt, place)
-        if verdict.kind == "taken out":
-            verdict.where, new = old_name, ""
-        elif verdict.kind == "put in":
-            old = ""
+        earlier = old in [text for _, text in prompt.segments[place + 1 :]]
+        later = new in [text for _, text in base.segments[place + 1 :]]
+        answered = "(assistant)" in name and "(assistant)" not in old_name
+        if later and earlier:
+            verdict.kind = "another order"
+        elif old and (later or answered or not name):
+            verdict.where, verdict.kind, new = old_name, "taken out", ""
+        elif new and earlier:
+            verdict.kind, old = "put in", ""
     if same_talk or not in_turns:  # else they are the first words of another conversation
         at = common_prefix(old, new)
         verdict.kind = verdict.kind or kind_of(old, new, at)
@@ -2418,18 +2418,6 @@ def judge_change(case: Case, base: Prompt) -> None:
         verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
-def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
-    """How a text has moved where two prompts part; '' if it has not."""
-    (old_name, old), (name, new) = base.at(place), prompt.at(place)
-    earlier = old in [text for _, text in prompt.segments[place + 1 :]]
-    later = new in [text for _, text in base.segments[place + 1 :]]
-    if later and earlier:
-        return "another order"
-    if old and (later or not name or ("(assistant)" in name and "(assistant)" not in old_name)):
-        return "taken out"
-    return "put in" if new and earlier else ""
-
-
 def tell_cure(case: Case, config: Config) -> None:
     """Name the setting that keeps a rewritten prompt the same, if there is one."""
     verdict = case.verdict
@@ -2437,8 +2425,8 @@ def tell_cure(case: Case, config: Config) -> None:
         if not getattr(config, switch) and cures(case, config, switch, True):
             verdict.cure = f"{switch.upper()}=1, which is off"
             return
-    block = block_pattern(case) if "(user)" in verdict.where else ""
     line = lines_pattern(*case.texts) if verdict.where == "system" else ""
+    block = block_pattern(case) if "(user)" in verdict.where else ""
     strip = block and rf"{block}\s*"
     for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
@@ -2523,14 +2511,13 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
     """Weigh a verdict against what the server says it reused."""
-    verdict, base = case.verdict, case.base
-    case.prompt.tokens = usage.prompt
-    verdict.base = base.number if base is not None else 0
+    verdict, base, prompt = case.verdict, case.base, case.prompt
+    prompt.tokens, verdict.base = usage.prompt, base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
-        pace = 1_000_000 * case.first_byte / (case.prompt.size or 1)
+        pace = 1_000_000 * case.first_byte / (prompt.size or 1)
         first = base.first_pace if base is not None else 0
-        case.prompt.first_pace = first or pace
+        prompt.first_pace = first or pace
         if first and pace:
             told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
             verdict.advice = f"{told} in this conversation's first request"
@@ -2646,8 +2633,8 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
 
 
 def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where a prompt's tokens go, by the share of characters: system, tools with the five largest,
-    turns."""
+    """Where a prompt's tokens go, by the share of characters: system, turns, tools, and the five
+    largest of those."""
     sizes = {"system": 0, "tool": 0, "turn": 0}
     tools = dict[str, int]()
     for name, text in segments:
@@ -2656,11 +2643,11 @@ def weights_of(segments: list[Segment], tokens: int | None) -> Json:
         if kind == "tool":
             tools[tool] = len(text)
     rate = (tokens or 0) / (sum(sizes.values()) or 1) or 0.25
-    system, *others = [round(rate * size) for size in sizes.values()]
+    system, of_tools, turns = [round(rate * size) for size in sizes.values()]
     five = sorted(tools, key=lambda tool: -tools[tool])[:5]
     largest = {tool: round(rate * tools[tool]) for tool in five}
-    row: Json = {"system": system, "tools": others[0], "turns": others[1]}
-    return {**row, "estimated": True, "largest tools": largest}
+    row: Json = {"system": system, "tools": of_tools, "turns": turns, "estimated": True}
+    return {**row, "largest tools": largest}
 
 
 # ==================================================================================================

@@ -14661,7 +14661,7 @@ def test_commands_inspect_own_capture(rig: MakeRig, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rows[3]["tokens"] is None and rows[5]["estimated"]
     assert {found["cause"]: found["tokens"] for found in findings} == {
-        "lost, checkpoint": 1100,
+        "lost, not all kept": 1100,
         "lost, away": 1200,
     }
     assert findings[0]["advice"].endswith(kvproxy.advice("away", Config()))
