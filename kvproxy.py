@@ -2058,7 +2058,6 @@ WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.d
 
 
 def heard_answer(windows: list[list[Json]]) -> Heard:
-    """What an answer says, by the events of its beginning and of its end."""
     said = [list(answer_parts(events)) for events in windows]
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
@@ -2097,8 +2096,7 @@ SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "cont
 
 
 def part_text(value: Any) -> str:
-    """What the server reads of an item, a part, a call or a result, but for reasoning. Arguments
-    are in one spelling, and image bytes are a hash."""
+    """What the server reads of an item, but for reasoning; hashes stand for image bytes."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
@@ -2125,7 +2123,6 @@ def told_of(turn: Turn) -> str:
 
 
 def tool_name(tool: Any) -> str:
-    """A tool's or a call's name for people."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
@@ -2185,7 +2182,6 @@ class Prompt:
         return count if whole else common_prefix(self.turns, base.turns)
 
     def depth(self, base: Prompt) -> int:
-        """How many segments are common at the beginning."""
         if self.head == base.head:
             return len(self.front) + self.common_turns(base)
         return common_prefix(self.front, base.front)
@@ -2345,8 +2341,7 @@ class Ledger:
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
-    """The prompt of the same conversation that this one goes on from, or changes the history of:
-    the newest with the most turns in common."""
+    """The prompt of the same conversation with the most turns in common, the newest of those."""
     best, reached = None, -1
     near = [one for one in stored if one.conversation == prompt.conversation] + stored[:NEWEST]
     for one in near:
@@ -2373,13 +2368,12 @@ def same_talk(prompt: Prompt, one: Prompt) -> bool:
         return False
     (_, opening), (_, first) = prompt.said[0], one.said[0]
     repeated = {text for _, text in prompt.said} & {text for _, text in one.said}
-    similar = any(len(text) > 20 for text in repeated)
-    similar = similar or first in opening or opening in first or alike(first, opening)
+    similar = first in opening or opening in first or alike(first, opening)
+    similar = similar or len(max(repeated, key=len, default="")) > 20
     return similar and alike(one.system, prompt.system)
 
 
 def judge_change(case: Case, base: Prompt) -> None:
-    """Say where a prompt parts from an earlier one, and what became of it."""
     verdict, prompt, same_talk = case.verdict, case.prompt, case.base is not None
     sent, base_sent = prompt.sent or prompt, base.sent or base
     in_turns, place = base.head == prompt.head, prompt.depth(base)
@@ -2419,7 +2413,6 @@ def judge_change(case: Case, base: Prompt) -> None:
 
 
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that keeps a rewritten prompt the same, if there is one."""
     verdict = case.verdict
     for switch in ("scrub", "replay", "lift"):
         if not getattr(config, switch) and cures(case, config, switch, True):
@@ -2465,10 +2458,10 @@ def setting_line(config: Config, name: str, pattern: str) -> str:
 
 
 def lines_pattern(old: str, new: str) -> str:
-    """A pattern of the lines in which two system texts differ, at most 4, each there once."""
+    """A pattern of the lines in which system texts differ: at most 4, each there once."""
     pairs = zip(old.split("\n"), new.split("\n"), strict=False)
     patterns = list[str]()
-    for was, now in [(was, now) for was, now in pairs if was != now][:5]:
+    for was, now in [pair for pair in pairs if pair[0] != pair[1]][:5]:
         label = re.split(r"\d", was[: common_prefix(was, now)])[0]
         patterns.append(f"^{re.escape(label[: label.rfind(' ') + 1] or label)}.*$")
         if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
@@ -2485,15 +2478,14 @@ def block_pattern(case: Case) -> str:
     end = text.find("\n\n", max(start, len(text) - suffix - 2))
     block = text[start : end if end >= 0 else None].strip()
     named = re.match(r"\W*[A-Za-z][A-Za-z _-]{2,80}[>:\]]?", block)
-    # A person may have typed a line without a mark; clients tell many things in reminders.
+    # A person may have typed a line without a mark.
     if not named or block.startswith("<system-reminder") or not re.search(r"\n|^[<[]", block):
         return ""
-    opening = re.escape(named[0])
-    closing = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)[-1:]
-    ending = re.escape(closing[0]) if closing else r"(?:\n\n|\Z)"
-    texts = [text for prompt in (case.near, case.prompt) if prompt for _, text in prompt.said]
-    often = sum([text.count(named[0]) for text in texts]) > 64  # to look for all ends takes long
-    return "" if often else f"(?s){opening}.*?{ending}"
+    closing = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)
+    ending = re.escape(closing[-1]) if closing else r"(?:\n\n|\Z)"
+    said = case.prompt.said + (case.near or case.prompt).said
+    often = sum([text.count(named[0]) for _, text in said]) > 64  # to find all ends takes long
+    return "" if often else f"(?s){re.escape(named[0])}.*?{ending}"
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
@@ -2510,7 +2502,6 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh a verdict against what the server says it reused."""
     verdict, base, prompt = case.verdict, case.base, case.prompt
     prompt.tokens, verdict.base = usage.prompt, base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
@@ -2532,7 +2523,6 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
-    """Say why a prompt that goes on from another was not reused."""
     verdict, base = case.verdict, case.base or case.prompt
     dropped = sorted(base.reasoning - case.prompt.reasoning)
     if dropped and case.whole:
@@ -2549,8 +2539,8 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
-    """Who got a prompt's slot, and what helps; `due`: the share that should have been reused. A
-    request gets the idle slot whose content makes up more than -sps (0.1) of its prompt."""
+    """Who got the slot (that whose content makes up more than -sps, 0.1, of a prompt), and what
+    helps. `due`: the share that should have been reused."""
     other = max(case.between, key=lambda one: one.common(base) / (one.size or 1))
     share, size = other.common(base) / (other.size or 1), other.tokens or other.size // 4
     same = other.conversation == base.conversation
@@ -2558,20 +2548,19 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
     who = f"a {other.side} request" if other.side else who
     if share <= 0.1:
         return f"{who} {ADVICE['taken']}"
-    wanted = math.ceil(100 * share + 1) / 100
+    wanted, shared = math.ceil(100 * share + 1) / 100, round(share * size)
     helps = f"-np 2 or more with -sps {wanted:.2f} keeps them apart, but new chats start cold"
     helps = helps if wanted < due else "no -sps keeps two apart that have so much in common"
-    shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
-    return f"{who} came in between, which {shared} and took this slot: {helps}"
+    shares = f"shares {shared:,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, which {shares} and took this slot: {helps}"
 
 
-# What happened -> why or what helps | a setting that helps, if it is not set | how.
+# Cause -> why or what helps | a setting that helps, if it is not set | how.
 _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
-    "away": "the server was away in between"
-    "|warmup_file|WARMUP_FILE has it read the prompts again after a start",
+    "away": "the server was away|warmup_file|WARMUP_FILE has it read prompts after a start",
     "taken": "came in between: -np or a larger --cache-ram keeps both",
-    "idle": "nothing was sent for minutes, and the server may unload when idle"
+    "idle": "nothing was sent for minutes, and an idle server may unload"
     "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "not all kept": "the server was restarted, its host cache is off (--cache-ram 0), the template"
     f" renders old turns otherwise, or {_KINDS} without a checkpoint there (--ctx-checkpoints)",
@@ -2581,7 +2570,7 @@ ADVICE = {
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "no similar slot": "it is new, or another one took its slot: -np or --cache-ram helps",
     "low similarity": "the prompt's start changes, or another conversation took the slot",
-    "slot cut": "conversations share a slot (a higher -sps keeps them apart), or prompts change",
+    "slot cut": "conversations share a slot (a higher -sps helps), or prompts change",
 }
 
 

@@ -8078,7 +8078,7 @@ def test_explain_log_second_line(rig: MakeRig) -> None:
         "rewritten (user turn)",
         "    changed in system, number: 'Token gauge: 17' -> 'Token gauge: 18'",
         "lost (user turn)",
-        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['checkpoint']}",
+        f"    0 of 5,000 tokens were still there: {kvproxy.ADVICE['not all kept']}",
         "cold (title)",  # no second line: a side request is no fault
     ]
     assert "reused=not reported" in one.log.lines[-1] and "prompt_ms" not in one.log.lines[-1]
@@ -8265,7 +8265,7 @@ def test_explain_lost_when_the_template_changed_nothing(rig: MakeRig) -> None:
     found = ex_exchange(one, EX_CHAT_PATH, [ex_loop(1), other, ex_loop(2)])
     verdict = found[2].verdict
     assert (verdict.name, verdict.kind) == ("lost", "taken")
-    assert "-np" not in verdict.advice and "another conversation came in between" in verdict.advice
+    assert "another conversation came in between" in verdict.advice
     assert f"of {found[0].usage.prompt:,} tokens" in verdict.advice
 
 
