@@ -1995,7 +1995,7 @@ class Usage:
         return (self.prompt or 0) - (self.cached or 0) if known else None
 
 
-# What a server calls a number -> what it is. Anthropic's input_tokens are what was not cached.
+# A server's name of a number -> what it is. Anthropic's input_tokens were not cached.
 USAGE_KEYS = {
     "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "input_tokens": "input",
     "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
@@ -2018,7 +2018,7 @@ def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
 
 
 def event_of(line: str, at_end: bool) -> Json:
-    """The event in a line; at an answer's end the numbers of one whose beginning is cut off."""
+    """The event in a line; at the end the numbers of one whose beginning is cut off."""
     with suppress(ValueError, RecursionError):
         return members(json.loads(line.removeprefix("data:")))
     found: Json = {}
@@ -2051,7 +2051,7 @@ def usage_of(windows: list[list[Json]]) -> Usage:
     return Usage(prompt, cached, found.get("prompt_ms"))
 
 
-# What leads to words and calls of an answer; the types of objects with words.
+# What leads to an answer's words and calls; the types of objects with words.
 ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
                "item", "output")  # fmt: skip
 WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
@@ -2131,9 +2131,8 @@ Segment = tuple[str, str]  # its name for people, and its text
 
 
 class Prompt:
-    """A prompt as forwarded, in segments: `front` (system, tools) and `said` (turns), without
-    reasoning, which clients and templates drop at will. `head` is a hash of the front, `turns` has
-    one of all turns up to each. `sent` is it as it came, if that differs."""
+    """A prompt as forwarded, without reasoning, which clients drop at will. `head` is a hash of its
+    `front` (system, tools), `turns` has one of all turns up to each; `sent` is it as it came."""
 
     tokens: int | None = None  # known when the request ends
     number = 0
@@ -2223,8 +2222,8 @@ KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
-        return "removed" if at >= len(after.rstrip()) else "added"
+    if at >= len(after.rstrip()):
+        return "removed"
     for name, pattern in KINDS.items():
         if re.sub(pattern, "", around(before, at)) == re.sub(pattern, "", around(after, at)):
             return name
@@ -2242,7 +2241,7 @@ VERDICTS = {
     "extended": "goes on from this conversation's last prompt",
     "rewritten": "the client changed earlier content",
     "template": "the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten",
+    "lost": "the server had forgotten it",
     "new branch": "begins as another conversation or an older prompt",
     "not reported": "the server gave no cache numbers",
 }
@@ -2250,8 +2249,8 @@ VERDICTS = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of a prompt. An earlier one began with a `share` of it; `base` is the request
-    that it goes on from, `expected` the tokens to be reused."""
+    """What became of a prompt that has a `share` of the one of request `base`; `expected`: tokens
+    to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2267,7 +2266,7 @@ class Verdict:
     expected: int | None = None
 
     def title(self) -> str:
-        return self.name + (f" ({self.step})" if self.step else "")
+        return f"{self.name} ({self.step})" if self.step else self.name
 
     def line(self) -> str:
         """The second log line; '' if there is nothing to say."""
@@ -2281,22 +2280,21 @@ class Verdict:
 
 @dataclasses.dataclass
 class Case:
-    """A prompt, compared with `near`, which is `base` if it is of the same conversation; `whole`:
-    it goes on from that."""
+    """A prompt, and `near`, which it was compared with: its `base` if of the same conversation."""
 
     verdict: Verdict
     prompt: Prompt
     near: Prompt | None = None
     base: Prompt | None = None
-    whole: bool = False
-    between: Sequence[Prompt] = ()  # that the server got since then
+    whole: bool = False  # it goes on from `base`
+    between: Sequence[Prompt] = ()  # since then
     texts: tuple[str, str] = ("", "")  # where they part
-    straight: float = 0.0  # share that would be reused without kvproxy
+    straight: float = 0.0  # the share without kvproxy
     moved: bool = False  # by kvproxy itself
     away: bool = False  # the server was, since then
     idle: float = 0.0  # seconds before it
-    ahead: int | None = None  # tokens of it that were read before it came
-    first_byte: float = 0.0  # seconds until a stream began; 0: not known
+    ahead: int | None = None  # tokens of it that were read before
+    first_byte: float = 0.0  # seconds until a stream began
 
 
 class Ledger:
@@ -2341,7 +2339,7 @@ class Ledger:
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
-    """The prompt of the same conversation with the most turns in common, the newest of those."""
+    """The newest prompt of the same conversation with the most turns in common."""
     best, reached = None, -1
     near = [one for one in stored if one.conversation == prompt.conversation] + stored[:NEWEST]
     for one in near:
@@ -2361,16 +2359,15 @@ def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
 
 
 def same_talk(prompt: Prompt, one: Prompt) -> bool:
-    """Whether a prompt is of the same conversation, or seems to be under another name."""
+    """Whether one is of the same conversation, perhaps under another name."""
     if one.conversation == prompt.conversation:
         return bool(prompt.side or not one.side)
     if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
     (_, opening), (_, first) = prompt.said[0], one.said[0]
     repeated = {text for _, text in prompt.said} & {text for _, text in one.said}
-    similar = first in opening or opening in first or alike(first, opening)
-    similar = similar or len(max(repeated, key=len, default="")) > 20
-    return similar and alike(one.system, prompt.system)
+    similar = any(len(text) > 20 for text in repeated) or first in opening or opening in first
+    return (similar or alike(first, opening)) and alike(one.system, prompt.system)
 
 
 def judge_change(case: Case, base: Prompt) -> None:
@@ -2414,19 +2411,16 @@ def judge_change(case: Case, base: Prompt) -> None:
 
 def tell_cure(case: Case, config: Config) -> None:
     verdict = case.verdict
-    for switch in ("scrub", "replay", "lift"):
-        if not getattr(config, switch) and cures(case, config, switch, True):
-            verdict.cure = f"{switch.upper()}=1, which is off"
-            return
+    off = [switch for switch in ("scrub", "replay", "lift") if not getattr(config, switch)]
+    verdict.cure = next((f"{one.upper()}=1" for one in off if cures(case, config, one, True)), "")
     line = lines_pattern(*case.texts) if verdict.where == "system" else ""
     block = block_pattern(case) if "(user)" in verdict.where else ""
     strip = block and rf"{block}\s*"
     for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
-        if setting and cures(case, config, name.lower(), (*known, pattern)):
-            price = "this cures it, but the model sees it no more:"
+        if setting and not verdict.cure and cures(case, config, name.lower(), (*known, pattern)):
+            price = "this cures it, but hides it from the model:"
             verdict.cure, verdict.advice = setting, price if name == "STRIP_REGEX" else ""
-            return
 
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
@@ -2437,8 +2431,7 @@ def cures(case: Case, config: Config, name: str, value: Any) -> bool:
         items = [{"role": "system", "content": came.system}]
         for place, text in came.said:
             items.append({"role": place.split("(")[1][:-1], "content": text})
-        body = {"messages": items, "tools": came.tools}
-        view = view_of(body, DIALECTS["chat/completions"])
+        view = view_of({"messages": items, "tools": came.tools}, DIALECTS["chat/completions"])
         trace = editor.apply(view, Report())
         if trace.record is not None:
             trace.record.answer = ANY
@@ -2527,7 +2520,7 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
     dropped = sorted(base.reasoning - case.prompt.reasoning)
     if dropped and case.whole:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
+        verdict.where = f"turn {' and '.join(map(str, dropped[:4]))}"
         verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
     cause = "idle" if case.idle > 300 else "not all kept"
@@ -2539,8 +2532,8 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
-    """Who got the slot (that whose content makes up more than -sps, 0.1, of a prompt), and what
-    helps. `due`: the share that should have been reused."""
+    """Who got the slot, and what helps; `due`: the share to be reused. A request gets a slot whose
+    content makes up more than -sps (0.1) of its prompt."""
     other = max(case.between, key=lambda one: one.common(base) / (one.size or 1))
     share, size = other.common(base) / (other.size or 1), other.tokens or other.size // 4
     same = other.conversation == base.conversation
@@ -2562,14 +2555,14 @@ ADVICE = {
     "taken": "came in between: -np or a larger --cache-ram keeps both",
     "idle": "nothing was sent for minutes, and an idle server may unload"
     "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "not all kept": "the server was restarted, its host cache is off (--cache-ram 0), the template"
-    f" renders old turns otherwise, or {_KINDS} without a checkpoint there (--ctx-checkpoints)",
+    "not all kept": "the server was restarted, its cache is off (--cache-ram 0), the template"
+    f" renders old turns otherwise, or {_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
-    "no similar slot": "it is new, or another one took its slot: -np or --cache-ram helps",
-    "low similarity": "the prompt's start changes, or another conversation took the slot",
+    "no similar slot": "it is new, or another took its slot: -np or --cache-ram helps",
+    "low similarity": "its start changes, or another took its slot",
     "slot cut": "conversations share a slot (a higher -sps helps), or prompts change",
 }
 
@@ -2579,7 +2572,6 @@ def advice(cause: str, config: Config) -> str:
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
-# In the last turn, or in the system prompt while nobody has answered.
 SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
@@ -2605,12 +2597,11 @@ def side_of(view: View, agent: str) -> str:
 
 SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of at least 512 tokens."
 IDLE_WAIT = 5.0  # seconds to wait for an idle server
-ANSWER_START = 80  # characters that a template puts behind the last turn
+ANSWER_START = 80  # characters behind the last turn
 
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
-    """Give the verdict `template` if a server rendered the turns of `base` in another way before
-    than it does now, in the prompt that goes on from it."""
+    """Give the verdict `template` if a server renders the turns of `base` otherwise now."""
     at, place = common_prefix(before, now), 0
     if len(before) - at > ANSWER_START:
         for number, (_, text) in enumerate(base.said, len(base.front) + 1):
@@ -2622,8 +2613,7 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
 
 
 def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where a prompt's tokens go, by the share of characters: system, turns, tools, and the five
-    largest of those."""
+    """Where a prompt's tokens go, by the share of characters."""
     sizes = {"system": 0, "tool": 0, "turn": 0}
     tools = dict[str, int]()
     for name, text in segments:
@@ -2635,8 +2625,8 @@ def weights_of(segments: list[Segment], tokens: int | None) -> Json:
     system, of_tools, turns = [round(rate * size) for size in sizes.values()]
     five = sorted(tools, key=lambda tool: -tools[tool])[:5]
     largest = {tool: round(rate * tools[tool]) for tool in five}
-    row: Json = {"system": system, "tools": of_tools, "turns": turns, "estimated": True}
-    return {**row, "largest tools": largest}
+    row = {"system": system, "tools": of_tools, "turns": turns}
+    return {**row, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================

@@ -7654,7 +7654,7 @@ def test_explain_cure_that_is_set_is_not_named(name: str) -> None:
 def test_explain_cure_tells_its_price() -> None:
     line = ex_play(EX_CURED["notes that are renewed in a tool loop"][0])[-1].line()
     assert line.endswith(
-        "; this cures it, but the model sees it no more: STRIP_REGEX='(?s)<notes>.*?</notes>\\s*'"
+        "; this cures it, but hides it from the model: STRIP_REGEX='(?s)<notes>.*?</notes>\\s*'"
     )
 
 
