@@ -1991,8 +1991,7 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        known = self.prompt is not None and self.cached is not None
-        return (self.prompt or 0) - (self.cached or 0) if known else None
+        return None if self.prompt is None or self.cached is None else self.prompt - self.cached
 
 
 # A server's name of a number -> what it is. Anthropic's input_tokens were not cached.
@@ -2007,7 +2006,7 @@ USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
 def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
-    """The events in an answer's first bytes, and in its last ones."""
+    """The events in an answer's first and last bytes."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
@@ -2067,7 +2066,7 @@ def heard_answer(windows: list[list[Json]]) -> Heard:
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces of an answer in any dialect; `key` leads to `value`."""
+    """(text, tool call id) pieces of any answer; `key` leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -2088,15 +2087,14 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
+BASE64 = re.compile(r"(?<![\w+/-])[\w+/-]{2048,}={0,2}")
 # What the server reads of an item, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
 
 
 def part_text(value: Any) -> str:
-    """What the server reads of an item, but for reasoning; hashes stand for image bytes."""
+    """What the server reads of an item, without reasoning; image bytes are a hash."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
@@ -2127,7 +2125,7 @@ def tool_name(tool: Any) -> str:
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
 
-Segment = tuple[str, str]  # its name for people, and its text
+Segment = tuple[str, str]  # name and text
 
 
 class Prompt:
@@ -2135,8 +2133,7 @@ class Prompt:
     `front` (system, tools), `turns` has one of all turns up to each; `sent` is it as it came."""
 
     tokens: int | None = None  # known when the request ends
-    number = 0
-    first_pace = 0.0  # of the conversation's first request
+    number, first_pace = 0, 0.0
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
@@ -2155,7 +2152,7 @@ class Prompt:
         for turn in turns:
             item = turn.item or {}
             kinds = [turn.role, *[members(one).get("type") for one in listed(item.get("content"))]]
-            if item.get("reasoning_content") or [kind for kind in kinds if kind in REASONING_PARTS]:
+            if item.get("reasoning_content") or [kind for kind in kinds if kind in THOUGHT_PARTS]:
                 self.reasoning.add(len(self.turns) + 1)
             if turn.role != "reasoning":
                 role = "prompt" if view.dialect.turns == "prompt" else turn.role
@@ -2217,7 +2214,6 @@ def alike(a: str, b: str) -> bool:
     return 2 * max(ends, lines) > max(len(a), len(b))
 
 
-# What differs, most telling first; ids are numbers, too.
 KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
@@ -2249,8 +2245,8 @@ VERDICTS = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of a prompt that has a `share` of the one of request `base`; `expected`: tokens
-    to be reused."""
+    """What became of a prompt: its `share` that the one of request `base` has, and tokens that
+    were `expected` to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2298,7 +2294,7 @@ class Case:
 
 
 class Ledger:
-    """The last prompts, and what they have in common. Bounded, oldest out first."""
+    """The last prompts; the oldest go first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -2318,7 +2314,7 @@ class Ledger:
         if not stored or not prompt.segments:
             return case
         case.base = near = previous(prompt, stored)
-        if near is None:  # rather one with the same tools
+        if near is None:
             like = [one for one in stored if one.head == prompt.head] or stored
             near = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
         case.near, case.away = near, near.time < lost_at
@@ -2404,7 +2400,7 @@ def judge_change(case: Case, base: Prompt) -> None:
     varies = not in_turns and verdict.kind in (*KINDS, "tool order")
     same_agent = verdict.where != "system" or alike(base.system, prompt.system)
     if same_agent and (changed or varies) and not prompt.side:
-        verdict.name = "rewritten"  # a side request has its own prompt
+        verdict.name = "rewritten"
     else:
         verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
@@ -2419,12 +2415,12 @@ def tell_cure(case: Case, config: Config) -> None:
     for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
         setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
         if setting and not verdict.cure and cures(case, config, name.lower(), (*known, pattern)):
-            price = "this cures it, but hides it from the model:"
-            verdict.cure, verdict.advice = setting, price if name == "STRIP_REGEX" else ""
+            price = "this cures it, but hides it from the model:" * (name == "STRIP_REGEX")
+            verdict.cure, verdict.advice = setting, price
 
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
-    """Whether with a setting the prompt, as it came, goes on from the one before."""
+    """Whether with a setting a prompt, as it came, goes on from the other."""
     editor, prompts = Editor(dataclasses.replace(config, **{name: value})), list[Prompt]()
     for prompt in (case.near or case.prompt, case.prompt):
         came = prompt.sent or prompt
@@ -2442,7 +2438,7 @@ def cures(case: Case, config: Config, name: str, value: Any) -> bool:
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
-    """A pattern as a setting, ready to copy; '' if that is set already."""
+    """A pattern as a setting, ready to copy; '' if it is set."""
     pattern, known = re.sub(r"\\([ #&~-])", r"\1", pattern), getattr(config, name.lower())
     if not pattern or pattern in known:
         return ""
@@ -2451,7 +2447,7 @@ def setting_line(config: Config, name: str, pattern: str) -> str:
 
 
 def lines_pattern(old: str, new: str) -> str:
-    """A pattern of the lines in which system texts differ: at most 4, each there once."""
+    """A pattern of the lines in which system texts differ; at most 4, each unique."""
     pairs = zip(old.split("\n"), new.split("\n"), strict=False)
     patterns = list[str]()
     for was, now in [pair for pair in pairs if pair[0] != pair[1]][:5]:
@@ -2463,7 +2459,7 @@ def lines_pattern(old: str, new: str) -> str:
 
 
 def block_pattern(case: Case) -> str:
-    """A pattern of the paragraphs that came, went or changed in a user text."""
+    """A pattern of the paragraphs that changed in a user text."""
     old, new = case.texts
     prefix, text = common_prefix(old, new), max(old, new, key=len)
     suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
@@ -2508,7 +2504,7 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        verdict.name = "extended"  # the change did not reach the prompt, or it was read before
+        verdict.name = "extended"  # the change did not reach the prompt
     if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
@@ -2543,12 +2539,12 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
         return f"{who} {ADVICE['taken']}"
     wanted, shared = math.ceil(100 * share + 1) / 100, round(share * size)
     helps = f"-np 2 or more with -sps {wanted:.2f} keeps them apart, but new chats start cold"
-    helps = helps if wanted < due else "no -sps keeps two apart that have so much in common"
+    helps = helps if wanted < due else "no -sps keeps them apart"
     shares = f"shares {shared:,} of its {size:,} tokens ({share:.2f})"
     return f"{who} came in between, which {shares} and took this slot: {helps}"
 
 
-# Cause -> why or what helps | a setting that helps, if it is not set | how.
+# Cause -> why or what helps | a setting, unless it is set | how it helps.
 _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away|warmup_file|WARMUP_FILE has it read prompts after a start",
@@ -2561,9 +2557,9 @@ ADVICE = {
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
     # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
-    "no similar slot": "it is new, or another took its slot: -np or --cache-ram helps",
+    "no similar slot": "it is new, or another took its slot (-np, --cache-ram)",
     "low similarity": "its start changes, or another took its slot",
-    "slot cut": "conversations share a slot (a higher -sps helps), or prompts change",
+    "slot cut": "conversations share a slot (a higher -sps), or prompts change",
 }
 
 
@@ -2595,7 +2591,7 @@ def side_of(view: View, agent: str) -> str:
     return str(found.lastgroup) if found else ""
 
 
-SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of at least 512 tokens."
+SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of 512 tokens or more."
 IDLE_WAIT = 5.0  # seconds to wait for an idle server
 ANSWER_START = 80  # characters behind the last turn
 
@@ -2613,7 +2609,7 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
 
 
 def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where a prompt's tokens go, by the share of characters."""
+    """Where tokens go, by the share of characters."""
     sizes = {"system": 0, "tool": 0, "turn": 0}
     tools = dict[str, int]()
     for name, text in segments:
@@ -2623,8 +2619,8 @@ def weights_of(segments: list[Segment], tokens: int | None) -> Json:
             tools[tool] = len(text)
     rate = (tokens or 0) / (sum(sizes.values()) or 1) or 0.25
     system, of_tools, turns = [round(rate * size) for size in sizes.values()]
-    five = sorted(tools, key=lambda tool: -tools[tool])[:5]
-    largest = {tool: round(rate * tools[tool]) for tool in five}
+    five = sorted(tools.items(), key=lambda tool: -tool[1])[:5]
+    largest = {tool: round(rate * size) for tool, size in five}
     row = {"system": system, "tools": of_tools, "turns": turns}
     return {**row, "estimated": True, "largest tools": largest}
 

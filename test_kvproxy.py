@@ -7416,7 +7416,9 @@ EX_CURED: dict[str, tuple[list[Any], str, str]] = {
         [
             ex_chat(EX_ASK, system="Mode: plan\n" + EX_LONG * 3),
             ex_chat(EX_ASK, EX_SAID, EX_THEN, system="Mode: act\n" + EX_LONG * 3),
-            ex_chat(EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG * 3),
+            ex_chat(
+                EX_ASK, EX_SAID, EX_THEN, "Nine.", "Thanks.", system="Mode: plan\n" + EX_LONG * 3
+            ),
         ],
         "rewritten system text",
         "LIFT_REGEX='^Mode: .*$'",
@@ -7757,7 +7759,7 @@ def test_explain_lost_in_the_numbers_of_the_case() -> None:
     who = "another conversation came in between, which shares 1,000 of its 2,000 tokens (0.50)"
     helps = "-np 2 or more with -sps 0.51 keeps them apart, but new chats start cold"
     assert who in told(100, 8000, 4000) and helps in told(100, 8000, 4000)
-    assert "no -sps keeps two apart" in told(100, 1000, 4)
+    assert "no -sps keeps them apart" in told(100, 1000, 4)
     assert "--cache-ram" in told(1, 8000, 9000)
 
 
