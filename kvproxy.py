@@ -2245,8 +2245,7 @@ VERDICTS = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of a prompt: its `share` that the one of request `base` has, and tokens that
-    were `expected` to be reused."""
+    """What became of a prompt. `base`: the request before; `expected`: tokens to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2528,14 +2527,13 @@ def explain_loss(case: Case, usage: Usage, config: Config) -> None:
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
-    """Who got the slot, and what helps; `due`: the share to be reused. A request gets a slot whose
-    content makes up more than -sps (0.1) of its prompt."""
+    """Who got the slot, and what helps; `due`: the share to be reused."""
     other = max(case.between, key=lambda one: one.common(base) / (one.size or 1))
     share, size = other.common(base) / (other.size or 1), other.tokens or other.size // 4
     same = other.conversation == base.conversation
     who = "a request of the same chat in another form" if same else "another conversation"
     who = f"a {other.side} request" if other.side else who
-    if share <= 0.1:
+    if share <= 0.1:  # -sps, unless it is set
         return f"{who} {ADVICE['taken']}"
     wanted, shared = math.ceil(100 * share + 1) / 100, round(share * size)
     helps = f"-np 2 or more with -sps {wanted:.2f} keeps them apart, but new chats start cold"
