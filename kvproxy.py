@@ -2164,7 +2164,7 @@ class Prompt:
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         self.memory = sum([370 + sys.getsizeof(text) for _, text in self.segments])  # in bytes
         self.memory += sent.memory if sent is not None else 0
-        self.step = ""  # what it is for
+        self.step = ""
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = side or (later if self.answers else "first prompt")
@@ -2553,7 +2553,6 @@ ADVICE = {
     f" renders old turns otherwise, or {_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "no similar slot": "it is new, or another took its slot (-np, --cache-ram)",
     "low similarity": "its start changes, or another took its slot",
