@@ -1897,12 +1897,10 @@ class Usage:
 
     def read(self) -> int | None:
         """Prompt tokens that the server had to read."""
-        if self.prompt is None or self.cached is None:
-            return None
-        return self.prompt - self.cached
+        return None if self.prompt is None or self.cached is None else self.prompt - self.cached
 
 
-# What a server calls a number -> what it is. Anthropic's input_tokens are what was not cached.
+# A server's name of a number -> what it is. Anthropic's input_tokens were not cached.
 USAGE_KEYS = {
     "prompt_tokens": "prompt", "tokens_evaluated": "prompt", "input_tokens": "input",
     "cached_tokens": "cached", "prompt_cache_hit_tokens": "cached",
@@ -1914,7 +1912,7 @@ USAGE_MEMBER = re.compile(r'"(usage|timings|tokens_evaluated)"\s*:\s*')
 
 
 def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
-    """The events in an answer's first bytes, and in its last ones."""
+    """The events in an answer's first and last bytes."""
     streamed = first.startswith((b"data:", b"event:", b":")) or b"\ndata:" in first
     windows = []
     for window in filter(None, (first, last)):
@@ -1925,7 +1923,7 @@ def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
 
 
 def event_of(line: str, at_end: bool) -> Json:
-    """The event in a line; at an answer's end the numbers of one whose beginning is cut off."""
+    """The event in a line; at the end the numbers of one whose beginning is cut off."""
     with suppress(ValueError, RecursionError):
         return members(json.loads(line.removeprefix("data:")))
     found: Json = {}
@@ -1936,13 +1934,11 @@ def event_of(line: str, at_end: bool) -> Json:
 
 
 def usage_of(windows: list[list[Json]]) -> Usage:
-    """The numbers in the events of an answer."""
     found: Json = {}
     for event in itertools.chain(*windows):
         for part in (event, members(event.get("response")), members(event.get("message"))):
-            usage, beside = members(part.get("usage")), part.get("tokens_evaluated")
-            places = [{"tokens_evaluated": beside}, usage, *map(members, usage.values())]
-            for numbers in (*places, members(part.get("timings"))):
+            usage, timings = members(part.get("usage")), members(part.get("timings"))
+            for numbers in (part, usage, *map(members, usage.values()), timings):
                 for key, value in numbers.items():
                     if key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
                         found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
@@ -1950,22 +1946,23 @@ def usage_of(windows: list[list[Json]]) -> Usage:
     if "input" in found:
         cached = found.get("cache_read", cached)
         whole = found["input"] + found.get("cache_read", 0) + found.get("cache_write", 0)
-        prompt = max(whole, prompt or 0)  # some servers say 0 here, and the truth beside it
+        prompt = max(whole, prompt or 0)  # some say 0 here, and the truth beside it
     if read is not None and "cache_n" in found:
         prompt, cached = read + found["cache_n"], found["cache_n"]
+    elif read is not None and cached is None and prompt is not None and prompt >= read:
+        cached = prompt - read  # a llama-server without cache_n
     if prompt is not None and cached is not None:
         cached = min(cached, prompt)
     return Usage(prompt, cached, found.get("prompt_ms"))
 
 
-# What leads to words and calls of an answer; the types of objects with words.
+# What leads to an answer's words and calls; the types of objects with words.
 ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text", "tool_calls",
                "item", "output")  # fmt: skip
 WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
 def heard_answer(windows: list[list[Json]]) -> Heard:
-    """What an answer says, by the events of its beginning and of its end."""
     said = [list(answer_parts(events)) for events in windows]
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
@@ -1975,7 +1972,7 @@ def heard_answer(windows: list[list[Json]]) -> Heard:
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(text, tool call id) pieces of an answer in any dialect; `key` leads to `value`."""
+    """(text, tool call id) pieces of any answer; `key` leads to `value`."""
     for part in listed(value):
         yield from answer_parts(part, key)
     if not isinstance(value, dict):
@@ -1996,19 +1993,16 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# --- a prompt as text -----------------------------------------------------------------------------
-
-BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{2048,}={0,2}")
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
-UNSAID_PARTS = (*TEXT_PARTS, *REASONING_PARTS, "summary_text")
+BASE64 = re.compile(r"(?<![\w+/-])[\w+/-]{2048,}={0,2}")
+THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text")
+UNSAID_PARTS = TEXT_PARTS + THOUGHT_PARTS
 # What the server reads of an item, in this order.
 SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "content", "output",
              "arguments", "input", "tool_calls")  # fmt: skip
 
 
 def part_text(value: Any) -> str:
-    """All that the server reads of an item, a part, a call or a result, without reasoning, with
-    arguments in one spelling and hashes for image bytes."""
+    """What the server reads of an item, without reasoning; image bytes are a hash."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
@@ -2029,76 +2023,84 @@ def part_text(value: Any) -> str:
 
 
 def told_of(turn: Turn) -> str:
-    """All that the server reads of a turn."""
     if turn.told is None:
         turn.told = part_text(turn.holder.get(turn.key) if turn.item is None else turn.item)
     return turn.told
 
 
 def tool_name(tool: Any) -> str:
-    """A tool's or a call's name for people."""
     name = (members(members(tool).get("function")) or members(tool)).get("name")
     return re.sub(r"[^!-~]", "?", name[:80]) if isinstance(name, str) else "?"
 
 
-Segment = tuple[str, str]  # its name for people, and its text
+Segment = tuple[str, str]  # name and text
 
 
 class Prompt:
-    """A prompt as forwarded, in segments: `head` (system, tools), then `turns`, without reasoning,
-    which clients and templates drop at will. `sent` is it as it came, if that differs."""
+    """A prompt as forwarded, without reasoning, which clients drop at will. `head` is a hash of its
+    `front` (system, tools), `turns` has one of all turns up to each; `sent` is it as it came."""
 
     tokens: int | None = None  # known when the request ends
-    number = 0
+    number, first_pace = 0, 0.0
 
     def __init__(
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.head = [("system", turn.text()) for turn in view.system()]
-        self.system = "\n".join([text for _, text in self.head])
+        self.front, self.said = [("system", turn.text()) for turn in view.system()], list[Segment]()
+        self.system = "\n".join([text for _, text in self.front])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
         for name, tool in zip(self.tools, tools, strict=True):
-            self.head.append((f"tool {name}", json.dumps(bare(tool) if members(tool) else tool)))
-        self.turns = list[Segment]()
+            self.front.append((f"tool {name}", json.dumps(bare(tool) if members(tool) else tool)))
+        self.head, self.turns, link = hash(tuple(self.front)), list[int](), 0
         self.reasoning = set[int]()  # numbers of turns with it
         self.answers = 0  # turns up to the last answer
         turns = view.turns[view.leading() :]
         for turn in turns:
             item = turn.item or {}
-            kinds = [members(part).get("type") for part in listed(item.get("content"))]
-            thought = any(kind in REASONING_PARTS for kind in (turn.role, *kinds))
-            if thought or item.get("reasoning_content"):
+            kinds = [turn.role, *[members(one).get("type") for one in listed(item.get("content"))]]
+            if item.get("reasoning_content") or [kind for kind in kinds if kind in THOUGHT_PARTS]:
                 self.reasoning.add(len(self.turns) + 1)
             if turn.role != "reasoning":
                 role = "prompt" if view.dialect.turns == "prompt" else turn.role
-                self.turns.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+                self.said.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+                self.turns.append(link := hash((link, self.said[-1])))
             if turn.role == "assistant":
                 self.answers = len(self.turns)
-        self.segments = self.head + self.turns
+        self.segments = self.front + self.said
         self.size = sum([len(text) for _, text in self.segments])  # in characters
-        held = self.segments + (sent.segments if sent is not None else [])
-        texts = {id(text): text for _, text in held}
-        self.memory = 370 * len(held) + sum(map(sys.getsizeof, texts.values()))  # in bytes
-        self.step = ""  # what it is for
+        self.memory = sum([370 + sys.getsizeof(text) for _, text in self.segments])  # in bytes
+        self.memory += sent.memory if sent is not None else 0
+        self.step = ""
         if view.dialect.edited and turns:
             later = "tool step" if turns[-1].role == "tool" else "user turn"
             self.step = side or (later if self.answers else "first prompt")
 
     def at(self, place: int) -> Segment:
-        """The segment at a place; an empty one behind the last."""
         return self.segments[place] if place < len(self.segments) else ("", "")
 
-    def has_turns_of(self, base: Prompt) -> bool:
-        return self.turns[: len(base.turns)] == base.turns
+    def common_turns(self, base: Prompt) -> int:
+        count = len(base.turns)
+        whole = self.turns[count - 1 : count] == base.turns[-1:]
+        return count if whole else common_prefix(self.turns, base.turns)
 
-    def common(self, base: Prompt) -> tuple[int, int]:
-        """How many segments and characters it begins with as another prompt does."""
-        depth = common_prefix(self.segments, base.segments)
+    def depth(self, base: Prompt) -> int:
+        if self.head == base.head:
+            return len(self.front) + self.common_turns(base)
+        return common_prefix(self.front, base.front)
+
+    def goes_on(self, base: Prompt) -> bool:
+        return self.depth(base) == len(base.segments)
+
+    def common(self, base: Prompt) -> int:
+        """How many characters are common at the beginning."""
+        depth = self.depth(base)
+        if depth == len(base.segments):
+            return base.size
         (name, text), (base_name, base_text) = self.at(depth), base.at(depth)
         more = common_prefix(text, base_text) if name == base_name else 0
-        return depth, sum([len(text) for _, text in self.segments[:depth]]) + more
+        return sum([len(text) for _, text in self.segments[:depth]]) + more
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -2112,51 +2114,46 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def alike(a: str, b: str) -> bool:
     """Whether half of the longer text is common: its ends, or its lines."""
+    if a == b or 2 * min(len(a), len(b)) <= max(len(a), len(b)):
+        return a == b
     prefix = common_prefix(a, b)
     ends = prefix + common_prefix(a[prefix:][::-1], b[prefix:][::-1])
     lines = sum(map(len, set(a.splitlines()) & set(b.splitlines())))
-    return a == b or 2 * max(ends, lines) > max(len(a), len(b))
+    return 2 * max(ends, lines) > max(len(a), len(b))
 
 
-# What a differing piece looks like, most telling first; ids are numbers, too.
 KINDS = {"clock": _CLOCK, "number": r"(?<![\w-])[\w-]*?\d[\w-]*"}
 
 
 def kind_of(before: str, after: str, at: int) -> str:
-    """What two texts look like where they part."""
-    if at >= len(after.rstrip()) or at >= len(before.rstrip()):
-        return "removed" if at >= len(after.rstrip()) else "added"
-    start = max(before.rfind("\n", 0, at) + 1, at - 80)
+    if at >= len(after.rstrip()):
+        return "removed"
     for name, pattern in KINDS.items():
-        hits = [re.finditer(pattern, text[start : at + 80]) for text in (before, after)]
-        if all(any(hit.start() <= at - start <= hit.end() for hit in one) for one in hits):
+        if re.sub(pattern, "", around(before, at)) == re.sub(pattern, "", around(after, at)):
             return name
     return "text"
 
 
 def around(text: str, at: int) -> str:
-    """A piece of the line where two texts part."""
-    start = max(text.rfind("\n", 0, at) + 1, at - 30)
-    end = text.find("\n", at + 1)
-    return text[start : min(end if end >= 0 else len(text), at + 40)]
+    start, end = max(text.rfind("\n", 0, at) + 1, at - 30), text.find("\n", at + 1, at + 40)
+    return text[start : end if end >= 0 else at + 40]
 
 
 NEWEST, COMPARED = 8, 64  # prompts of other conversations, and of all
 VERDICTS = {
     "cold": "nothing like it was sent before",
-    "extended": "goes on from this conversation's last prompt, and the server reused it",
+    "extended": "goes on from this conversation's last prompt",
     "rewritten": "the client changed earlier content",
     "template": "the chat template renders old turns in another way",
-    "lost": "the client did its part, but the server had forgotten it",
-    "new branch": "shares its beginning with another conversation, or with an older prompt",
+    "lost": "the server had forgotten it",
+    "new branch": "begins as another conversation or an older prompt",
     "not reported": "the server gave no cache numbers",
 }
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of one prompt. An earlier one began with a `share` of its characters; `base` is
-    the request that it goes on from, `expected` the tokens to be reused."""
+    """What became of a prompt. `base`: the request before; `expected`: tokens to be reused."""
 
     name: str = "cold"
     share: float = 0.0
@@ -2172,7 +2169,7 @@ class Verdict:
     expected: int | None = None
 
     def title(self) -> str:
-        return self.name + (f" ({self.step})" if self.step else "")
+        return f"{self.name} ({self.step})" if self.step else self.name
 
     def line(self) -> str:
         """The second log line; '' if there is nothing to say."""
@@ -2186,26 +2183,25 @@ class Verdict:
 
 @dataclasses.dataclass
 class Case:
-    """A prompt under judgement. `base` is this conversation's prompt that it goes on from (`whole`)
-    or was made from; `between` are those since then."""
+    """A prompt, and `near`, which it was compared with: its `base` if of the same conversation."""
 
     verdict: Verdict
     prompt: Prompt
+    near: Prompt | None = None
     base: Prompt | None = None
-    whole: bool = False
-    between: Sequence[Prompt] = ()
+    whole: bool = False  # it goes on from `base`
+    between: Sequence[Prompt] = ()  # since then
     texts: tuple[str, str] = ("", "")  # where they part
-    learned: Sequence[Shape] = ()  # all that varied in the system text
-    straight: float = 0.0  # share that would be reused without kvproxy
+    straight: float = 0.0  # the share without kvproxy
     moved: bool = False  # by kvproxy itself
     away: bool = False  # the server was, since then
     idle: float = 0.0  # seconds before it
-    ahead: int | None = None  # tokens of it that were read before it came
-    slots: int | None = None  # of the server
+    ahead: int | None = None  # tokens of it that were read before
+    first_byte: float = 0.0  # seconds until a stream began
 
 
 class Ledger:
-    """The last prompts, and what they have in common. Bounded, oldest out first."""
+    """The last prompts; the oldest go first."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
@@ -2213,148 +2209,179 @@ class Ledger:
         self.entries: collections.deque[Prompt] = collections.deque()
         self.count = 0  # of all prompts judged
 
-    def judge(self, prompt: Prompt, lost_at: float = -1.0, shapes: Iterable[Shape] = ()) -> Case:
-        """Compare a prompt with those before it, and remember it. `lost_at`: when the server was
-        last away; `shapes`: what was learned."""
+    def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
+        """Compare a prompt with those before it. `lost_at`: when the server was last away."""
         with self.lock:
             stored = list(itertools.islice(reversed(self.entries), COMPARED))
             self.entries.append(prompt)
             self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
                 self.size -= self.entries.popleft().memory
-        case = Case(Verdict(side=prompt.side, step=prompt.step), prompt)
+        case = Case(verdict := Verdict(side=prompt.side, step=prompt.step), prompt)
         if not stored or not prompt.segments:
             return case
-        case.base = base = previous(prompt, stored)
-        if base is None:  # rather one with the same tools
-            ranks = [(one.tools == prompt.tools, prompt.common(one)) for one in stored]
-            base = stored[ranks.index(max(ranks))]
-        case.between = newer = stored[: stored.index(base)]
-        case.away = base.time < lost_at
-        went_on = base.head == prompt.head and prompt.has_turns_of(base)
-        case.whole = case.base is not None and went_on
-        sent, others = prompt.sent or prompt, [base] if case.whole else [base, *stored[:NEWEST]]
-        shared = max(prompt.common(one)[1] for one in others)
-        straight = max(sent.common(one.sent or one)[1] for one in others)
-        case.verdict.share = shared / (prompt.size or 1)
-        case.straight = straight / (sent.size or 1)
-        ours = [one.head for one in newer if one.conversation == base.conversation and not one.side]
+        case.base = near = previous(prompt, stored)
+        if near is None:
+            like = [one for one in stored if one.head == prompt.head] or stored
+            near = max(like, key=lambda one: (one.tools == prompt.tools, prompt.common(one)))
+        case.near, case.away = near, near.time < lost_at
+        case.between = newer = stored[: stored.index(near)]
+        case.whole = case.base is not None and prompt.goes_on(near)
+        sent, others = prompt.sent or prompt, [near] if case.whole else [near, *stored[:NEWEST]]
+        verdict.share = max(map(prompt.common, others)) / (prompt.size or 1)
+        case.straight = max(sent.common(one.sent or one) for one in others) / (sent.size or 1)
+        ours = [one.head for one in newer if one.conversation == near.conversation and not one.side]
         if not case.whole:
-            judge_change(case, base, shapes)
-        elif prompt.side or base.head not in ours:
-            case.verdict.name = "extended"
+            judge_change(case, near)
+        elif prompt.side or near.head not in ours:
+            verdict.name = "extended"
         else:
-            case.verdict.name = "new branch"
-            case.verdict.advice = "goes on from an older prompt than the newest one"
+            verdict.name = "new branch"
+            verdict.advice = "goes on from an older prompt than the newest one"
         return case
 
 
 def previous(prompt: Prompt, stored: list[Prompt]) -> Prompt | None:
-    """The prompt of the same conversation that this one goes on from, or changes the history of:
-    the newest with the most turns in common."""
-    own = [one for one in stored if one.conversation == prompt.conversation]
-    own = [one for one in own if prompt.side or not one.side]
-    near = [one for one in stored[:NEWEST] if one not in own and looks_alike(prompt, one)]
+    """The newest prompt of the same conversation with the most turns in common."""
     best, reached = None, -1
-    for one in own + near:
-        depth = common_prefix(prompt.turns, one.turns)
-        fits = depth == len(one.turns) or depth < prompt.answers
-        if fits and depth > reached:
-            best, reached = one, depth
+    near = [one for one in stored if one.conversation == prompt.conversation] + stored[:NEWEST]
+    for one in near:
+        if len(one.turns) > reached:
+            depth = prompt.common_turns(one)
+            fits = depth == len(one.turns) or depth < prompt.answers
+            if depth > reached and fits and same_talk(prompt, one):
+                best, reached = one, depth
     if best is None:
         return None
-    # Or the newest, if its last message is history now.
-    newest = max(own[:1] + near[:1], key=lambda one: one.time)
-    history = [text for _, text in prompt.turns[reached : prompt.answers]]
-    return newest if newest.turns and newest.turns[-1][1] in history else best
+    # Or a newer one, if its last message is history now.
+    history = {text for _, text in prompt.said[reached : prompt.answers]}
+    for one in stored[: stored.index(best)]:
+        if one in near and one.turns and one.said[-1][1] in history and same_talk(prompt, one):
+            return one
+    return best
 
 
-def looks_alike(prompt: Prompt, one: Prompt) -> bool:
-    """Whether one of another name seems to be of the same conversation."""
-    if not prompt.turns or not one.turns or prompt.side or one.side:
+def same_talk(prompt: Prompt, one: Prompt) -> bool:
+    """Whether one is of the same conversation, perhaps under another name."""
+    if one.conversation == prompt.conversation:
+        return bool(prompt.side or not one.side)
+    if not prompt.answers or not one.turns or prompt.side or one.side:
         return False
-    opening, first = prompt.turns[0][1], one.turns[0][1]
-    said = {text for _, text in one.turns if len(text) > 20}
-    similar = first in opening or opening in first or alike(first, opening)
-    similar = similar or any(text in said for _, text in prompt.turns)
-    return prompt.answers > 0 and similar and alike(one.system, prompt.system)
+    (_, opening), (_, first) = prompt.said[0], one.said[0]
+    repeated = {text for _, text in prompt.said} & {text for _, text in one.said}
+    similar = any(len(text) > 20 for text in repeated) or first in opening or opening in first
+    return (similar or alike(first, opening)) and alike(one.system, prompt.system)
 
 
-def judge_change(case: Case, base: Prompt, shapes: Iterable[Shape]) -> None:
-    """Say where a prompt parts from an earlier one, and what became of it."""
+def judge_change(case: Case, base: Prompt) -> None:
     verdict, prompt, same_talk = case.verdict, case.prompt, case.base is not None
     sent, base_sent = prompt.sent or prompt, base.sent or base
-    in_turns, place = base.head == prompt.head, prompt.common(base)[0]
+    in_turns, place = base.head == prompt.head, prompt.depth(base)
     (old_name, old), (name, new) = base.at(place), prompt.at(place)
     verdict.where = name or old_name
     if base.system != prompt.system:
-        verdict.where, known = "system", {shape.name(): shape for shape in shapes}
-        rows = [shape.row() for shape in known.values()]
-        (old, lifted), (new, _) = lift_text(base.system, rows), lift_text(prompt.system, rows)
+        verdict.where, old, new = "system", base_sent.system, sent.system
         if old == new:
-            case.learned = [known[label] for label, _ in lifted]
-            old, new = base_sent.system, sent.system
+            old, new = base.system, prompt.system
     elif base.tools != prompt.tools:
         same = sorted(base.tools) == sorted(prompt.tools)
         verdict.where, verdict.kind = "tools", "tool order" if same else "tools changed"
         old, new = ", ".join(base.tools), ", ".join(prompt.tools)
     else:
-        verdict.kind = moved_text(base, prompt, place)
-        if verdict.kind == "taken out":
-            verdict.where, new = old_name, ""
-        elif verdict.kind == "put in":
-            old = ""
+        earlier = old in [text for _, text in prompt.segments[place + 1 :]]
+        later = new in [text for _, text in base.segments[place + 1 :]]
+        answered = "(assistant)" in name and "(assistant)" not in old_name
+        if later and earlier:
+            verdict.kind = "another order"
+        elif old and (later or answered or not name):
+            verdict.where, verdict.kind, new = old_name, "taken out", ""
+        elif new and earlier:
+            verdict.kind, old = "put in", ""
     if same_talk or not in_turns:  # else they are the first words of another conversation
         at = common_prefix(old, new)
         verdict.kind = verdict.kind or kind_of(old, new, at)
         verdict.before, verdict.after, case.texts = around(old, at), around(new, at), (old, new)
-    case.moved = sent.has_turns_of(base_sent) and (in_turns or sent.head == base_sent.head)
+    went_on = sent.common_turns(base_sent) == len(base_sent.turns)
+    case.moved = went_on and (in_turns or sent.head == base_sent.head)
     changed = same_talk and (in_turns or prompt.answers > 0)
-    varies = not in_turns and (verdict.kind in (*KINDS, "tool order") or bool(case.learned))
+    varies = not in_turns and verdict.kind in (*KINDS, "tool order")
     same_agent = verdict.where != "system" or alike(base.system, prompt.system)
     if same_agent and (changed or varies) and not prompt.side:
-        verdict.name = "rewritten"  # a side request has its own prompt
+        verdict.name = "rewritten"
     else:
         verdict.name = "cold" if verdict.share < 0.05 else "new branch"
 
 
-def moved_text(base: Prompt, prompt: Prompt, place: int) -> str:
-    """How a text has moved where two prompts part; '' if it has not."""
-    (old_name, old), (name, new) = base.at(place), prompt.at(place)
-    behind = [text for _, text in prompt.segments[place + 1 :]]
-    follow = [text for _, text in base.segments[place + 1 :]]
-    # A word or two may be said again by chance.
-    earlier = old != "" and old in (behind if len(old) > 20 else behind[:3])
-    later = new != "" and new in (follow if len(new) > 20 else follow[:3])
-    if later and earlier:
-        return "another order"
-    if old and (later or not name or ("(assistant)" in name and "(assistant)" not in old_name)):
-        return "taken out"
-    return "put in" if new and earlier else ""
-
-
 def tell_cure(case: Case, config: Config) -> None:
-    """Name the setting that keeps a rewritten prompt the same, if there is one."""
     verdict = case.verdict
-    tag = re.match(r"\s*<((?!system-reminder)[\w-]{3,80})>", verdict.before)
-    if case.learned:
-        pattern = "|".join([shape.pattern() for shape in case.learned])
-        verdict.cure = setting_line(config, "LIFT_REGEX", pattern)
-        verdict.advice = "learned: it is lifted from now on; from the first request on with"
-    elif tag and "(user)" in verdict.where and case.prompt.step == "user turn":
-        front, _, block = case.texts[0].partition(tag[0])
-        left = front + block.partition(f"</{tag[1]}>")[2]
-        if left.strip() == case.texts[1].strip():
-            verdict.cure = setting_line(config, "REPLAY_REGEX", f"(?s)<{tag[1]}>.*?</{tag[1]}>")
+    off = [switch for switch in ("scrub", "replay", "lift") if not getattr(config, switch)]
+    verdict.cure = next((f"{one.upper()}=1" for one in off if cures(case, config, one, True)), "")
+    line = lines_pattern(*case.texts) if verdict.where == "system" else ""
+    block = block_pattern(case) if "(user)" in verdict.where else ""
+    strip = block and rf"{block}\s*"
+    for name, pattern in (("LIFT_REGEX", line), ("REPLAY_REGEX", block), ("STRIP_REGEX", strip)):
+        setting, known = setting_line(config, name, pattern), getattr(config, name.lower())
+        if setting and not verdict.cure and cures(case, config, name.lower(), (*known, pattern)):
+            price = "this cures it, but hides it from the model:" * (name == "STRIP_REGEX")
+            verdict.cure, verdict.advice = setting, price
+
+
+def cures(case: Case, config: Config, name: str, value: Any) -> bool:
+    """Whether with a setting a prompt, as it came, goes on from the other."""
+    editor, prompts = Editor(dataclasses.replace(config, **{name: value})), list[Prompt]()
+    for prompt in (case.near or case.prompt, case.prompt):
+        came = prompt.sent or prompt
+        items = [{"role": "system", "content": came.system}]
+        for place, text in came.said:
+            items.append({"role": place.split("(")[1][:-1], "content": text})
+        view = view_of({"messages": items, "tools": came.tools}, DIALECTS["chat/completions"])
+        trace = editor.apply(view, Report())
+        if trace.record is not None:
+            trace.record.answer = ANY
+        prompts.append(Prompt(view))
+    before, now = prompts
+    goes_on = now.goes_on(before) if case.base is not None else now.head == before.head
+    return goes_on and all(text.strip() for _, text in now.said)
 
 
 def setting_line(config: Config, name: str, pattern: str) -> str:
-    """A pattern as a setting, ready to copy; '' if that is set already."""
+    """A pattern as a setting, ready to copy; '' if it is set."""
     pattern, known = re.sub(r"\\([ #&~-])", r"\1", pattern), getattr(config, name.lower())
     if not pattern or pattern in known:
         return ""
     quote, number = '"' if "'" in pattern else "'", f"_{len(known) + 1}" if known else ""
     return f"{name}{number}={quote}{pattern}{quote}"
+
+
+def lines_pattern(old: str, new: str) -> str:
+    """A pattern of the lines in which system texts differ; at most 4, each unique."""
+    pairs = zip(old.split("\n"), new.split("\n"), strict=False)
+    patterns = list[str]()
+    for was, now in [pair for pair in pairs if pair[0] != pair[1]][:5]:
+        label = re.split(r"\d", was[: common_prefix(was, now)])[0]
+        patterns.append(f"^{re.escape(label[: label.rfind(' ') + 1] or label)}.*$")
+        if any(len(re.findall(patterns[-1], text, re.MULTILINE)) != 1 for text in (old, new)):
+            return ""
+    return "|".join(patterns) if len(patterns) < 5 else ""
+
+
+def block_pattern(case: Case) -> str:
+    """A pattern of the paragraphs that changed in a user text."""
+    old, new = case.texts
+    prefix, text = common_prefix(old, new), max(old, new, key=len)
+    suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
+    start = text.rfind("\n\n", 0, prefix + 2) + 1
+    end = text.find("\n\n", max(start, len(text) - suffix - 2))
+    block = text[start : end if end >= 0 else None].strip()
+    named = re.match(r"\W*[A-Za-z][A-Za-z _-]{2,80}[>:\]]?", block)
+    # A person may have typed a line without a mark.
+    if not named or block.startswith("<system-reminder") or not re.search(r"\n|^[<[]", block):
+        return ""
+    closing = re.findall(r"(?m)(?:</|\[/)[\w .-]{1,80}[>\]]$", block)
+    ending = re.escape(closing[-1]) if closing else r"(?:\n\n|\Z)"
+    said = case.prompt.said + (case.near or case.prompt).said
+    often = sum([text.count(named[0]) for _, text in said]) > 64  # to find all ends takes long
+    return "" if often else f"(?s){re.escape(named[0])}.*?{ending}"
 
 
 def missing_tokens(case: Case, usage: Usage) -> int:
@@ -2371,16 +2398,20 @@ def missing_tokens(case: Case, usage: Usage) -> int:
 
 
 def settle(case: Case, usage: Usage, config: Config) -> None:
-    """Weigh a verdict against what the server says it reused."""
-    verdict, base = case.verdict, case.base
-    case.prompt.tokens = usage.prompt
-    verdict.base = base.number if base is not None else 0
+    verdict, base, prompt = case.verdict, case.base, case.prompt
+    prompt.tokens, verdict.base = usage.prompt, base.number if base is not None else 0
     if usage.cached is None or not usage.prompt:
         verdict.name = "not reported" if verdict.name == "extended" else verdict.name
+        pace = 1_000_000 * case.first_byte / (prompt.size or 1)
+        first = base.first_pace if base is not None else 0
+        prompt.first_pace = first or pace
+        if first and pace:
+            told = f"{pace:.0f} ms to the first byte for each 1,000 characters, after {first:.0f}"
+            verdict.advice = f"{told} in this conversation's first request"
     elif missing_tokens(case, usage):
         explain_loss(case, usage, config)
     elif usage.cached > max(0.9 * usage.prompt, (verdict.expected or 0) + 0.2 * usage.prompt):
-        verdict.name = "extended"  # the change did not reach the prompt, or it was read before
+        verdict.name = "extended"  # the change did not reach the prompt
     if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
@@ -2388,76 +2419,61 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
-    """Say why a prompt that goes on from another was not reused."""
-    verdict, base, prompt = case.verdict, case.base or case.prompt, case.prompt
-    dropped = sorted(base.reasoning - prompt.reasoning)
+    verdict, base = case.verdict, case.base or case.prompt
+    dropped = sorted(base.reasoning - case.prompt.reasoning)
     if dropped and case.whole:
         verdict.name, verdict.kind = "rewritten", "reasoning"
-        verdict.where = f"turn{'s' * (len(dropped) > 1)} {' and '.join(map(str, dropped[:4]))}"
+        verdict.where = f"turn {' and '.join(map(str, dropped[:4]))}"
         verdict.advice = f"the client sends the reasoning of {verdict.where} no longer"
         return
-    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
-    cause = "not all kept" if cached >= 0.05 * total else "checkpoint"
-    cause = "idle" if case.idle > 300 else cause
+    cause = "idle" if case.idle > 300 else "not all kept"
     cause = "away" if case.away else "taken" if case.between else cause
+    cached, expected, total = usage.cached or 0, verdict.expected or 0, usage.prompt or 1
     why = who_took_it(case, base, expected / total) if cause == "taken" else advice(cause, config)
     verdict.name, verdict.kind = "lost", cause
     verdict.advice = f"{cached:,} of {expected:,} tokens were still there: {why}"
-    loop = base.step == "tool step" or base.reasoning
-    if prompt.step == "user turn" and loop and cause != "away":
-        verdict.advice += OR_TEMPLATE
 
 
 def who_took_it(case: Case, base: Prompt, due: float) -> str:
-    """Who got a prompt's slot, and what helps; `due`: the share that should have been reused. A
-    request gets the idle slot whose content makes up more than -sps (0.1) of its prompt."""
-    shares = [one.common(base)[1] / (one.size or 1) for one in case.between]
-    share, other = max(shares), case.between[shares.index(max(shares))]
+    """Who got the slot, and what helps; `due`: the share to be reused."""
+    other = max(case.between, key=lambda one: one.common(base) / (one.size or 1))
+    share, size = other.common(base) / (other.size or 1), other.tokens or other.size // 4
     same = other.conversation == base.conversation
     who = "a request of the same chat in another form" if same else "another conversation"
     who = f"a {other.side} request" if other.side else who
-    if share <= 0.1:
+    if share <= 0.1:  # -sps, unless it is set
         return f"{who} {ADVICE['taken']}"
-    wanted, size = math.ceil(100 * share + 1) / 100, other.tokens or other.size // 4
-    helps = ["with one slot, -np 2 gives each its own"] * (case.slots in (None, 1))
-    if case.slots != 1 and wanted < due:
-        helps.append(f"with several, -sps {wanted:.2f} keeps them apart, but new chats start cold")
-    elif case.slots != 1:
-        helps.append("no -sps keeps two apart that have so much in common")
-    shared = f"shares {round(share * size):,} of its {size:,} tokens ({share:.2f})"
-    return f"{who} came in between, which {shared} and took this slot: {'; '.join(helps)}"
+    wanted, shared = math.ceil(100 * share + 1) / 100, round(share * size)
+    helps = f"-np 2 or more with -sps {wanted:.2f} keeps them apart, but new chats start cold"
+    helps = helps if wanted < due else "no -sps keeps them apart"
+    shares = f"shares {shared:,} of its {size:,} tokens ({share:.2f})"
+    return f"{who} came in between, which {shares} and took this slot: {helps}"
 
 
-# What happened -> why or what helps | a setting that helps, if it is not set | how.
+# Cause -> why or what helps | a setting, unless it is set | how it helps.
 _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
-    "away": "the server was away in between"
-    "|warmup_file|WARMUP_FILE has it read the prompts again after a start",
+    "away": "the server was away|warmup_file|WARMUP_FILE has it read prompts after a start",
     "taken": "came in between: -np or a larger --cache-ram keeps both",
-    "idle": "nothing was sent for minutes, and the server may unload when idle"
+    "idle": "nothing was sent for minutes, and an idle server may unload"
     "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
-    "checkpoint": f"the server was restarted, its host cache is off (--cache-ram 0), or {_KINDS}"
-    " without a checkpoint there (--ctx-checkpoints)",
-    "not all kept": f"{_KINDS}, and its last checkpoint lies further back (--ctx-checkpoints)",
-    "template": "a template that keeps old turns as they were (--chat-template-file) helps"
+    "not all kept": "the server was restarted, its cache is off (--cache-ram 0), the template"
+    f" renders old turns otherwise, or {_KINDS}, without a checkpoint there (--ctx-checkpoints)",
+    "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    # of server logs
     "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
-    "no similar slot": "a new conversation, or another one took its slot: -np or --cache-ram helps",
-    "low similarity": "the start of the prompt changes, or another conversation took the slot",
-    "slot cut": "conversations share a slot (a higher -sps keeps them apart), or prompts change",
+    "no similar slot": "it is new, or another took its slot (-np, --cache-ram)",
+    "low similarity": "its start changes, or another took its slot",
+    "slot cut": "conversations share a slot (a higher -sps), or prompts change",
 }
-# Until the server tells how it renders both prompts:
-OR_TEMPLATE = "; or else the chat template renders old turns in another way now"
 
 
 def advice(cause: str, config: Config) -> str:
-    """An entry of ADVICE, without a setting that is set."""
     told, setting, how = (ADVICE[cause] + "||").split("|")[:3]
     return told if getattr(config, setting, True) not in ("", 0, "0") else f"{told}; {how}"
 
 
-# In the last turn, or in the system prompt while nobody has answered.
+SIDE_WORDS = ("title", "tags", "quer", "autocompletion", "next", "follow-up", "summar")
 SIDE_SHAPES = re.compile(
     r"(?P<title>\b(?:generate|write|create|produce|give)\b[^\n]{0,80}\btitle\b|\btitle generator\b)"
     r"|(?P<tags>\bgenerate\b[^\n]{0,80}\btags\b)"
@@ -2469,34 +2485,26 @@ SIDE_SHAPES = re.compile(
 
 
 def side_of(view: View, agent: str) -> str:
-    """The name of a request beside the conversation; '' for others. `agent`: a sub-agent's id."""
-    body, turns = view.body, view.turns[-1:]
-    wanted = members(members(body.get("output_config") or body.get("text")).get("format"))
-    titled = "title" in members(members(wanted.get("schema")).get("properties"))
-    if agent:
-        return "sub-agent"
-    if titled or "thread_title" in str(body.get("client_metadata")):  # Codex says so
-        return "title"
+    """The name of a request beside the conversation, or ''. `agent`: a sub-agent's id."""
+    turns = view.turns[-1:]
+    if agent or view.body.get("tools"):
+        return "sub-agent" if agent else ""
     if not any(turn.role == "assistant" for turn in view.turns):
         turns = view.system()[:1] + turns
-    texts = [turn.text()[:2000].lower() for turn in turns if not body.get("tools")]
-    found = SIDE_SHAPES.search("\n".join(texts))
+    text = "\n".join([turn.text()[:2000] for turn in turns]).lower()
+    found = any(word in text for word in SIDE_WORDS) and SIDE_SHAPES.search(text)
     return str(found.lastgroup) if found else ""
 
 
-SAVED_BY = (
-    "Counted are only tokens that would not have been reused without kvproxy, at the speed of reads"
-    " of at least 512 tokens."
-)
-ANSWER_START = 80  # characters that a template puts behind the last turn
+SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of 512 tokens or more."
+ANSWER_START = 80  # characters behind the last turn
 
 
 def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) -> None:
-    """Give the verdict `template` if a server rendered the turns of `base` in another way before
-    than it does now, in the prompt that goes on from it."""
+    """Give the verdict `template` if a server renders the turns of `base` otherwise now."""
     at, place = common_prefix(before, now), 0
-    if before and now and len(before) - at > ANSWER_START:
-        for number, (_, text) in enumerate(base.turns, len(base.head) + 1):
+    if len(before) - at > ANSWER_START:
+        for number, (_, text) in enumerate(base.said, len(base.front) + 1):
             found = before.find(text.strip()[:60], place, at)
             if found >= 0:
                 verdict.where, place = base.at(number)[0], found
@@ -2504,27 +2512,21 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
         verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(
-    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None] | None
-) -> Json:
-    """Where the tokens of a prompt go: system, tools with the five largest, turns. Without `count`,
-    which has the server count a text's, they are estimated from the characters."""
-    parts: dict[str, list[str]] = {"system": [], "tools": [], "turns": []}
+def weights_of(segments: list[Segment], tokens: int | None) -> Json:
+    """Where tokens go, by the share of characters."""
+    sizes = {"system": 0, "tool": 0, "turn": 0}
+    tools = dict[str, int]()
     for name, text in segments:
-        parts.get(name, parts["tools" if name.startswith("tool ") else "turns"]).append(text)
-    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
-    largest = sorted(tools, key=lambda tool: len(tool[1]), reverse=True)[:5]
-    texts = [*map("\n".join, parts.values()), *[text for _, text in largest]]
-    numbers = list[int | None]()
-    for text in texts:
-        numbers.append(count(text) if count is not None and None not in numbers else None)
-    estimated = None in numbers
-    if estimated:
-        size = sum(map(len, texts[:3])) or 1
-        numbers = [round(len(text) * (tokens or size / 4) / size) for text in texts]
-    row: Json = dict(zip(parts, numbers, strict=False))
-    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
-    return {**row, "estimated": estimated, "largest tools": of_tools}
+        kind, _, tool = name.partition(" ")
+        sizes[kind] += len(text)
+        if kind == "tool":
+            tools[tool] = len(text)
+    rate = (tokens or 0) / (sum(sizes.values()) or 1) or 0.25
+    system, of_tools, turns = [round(rate * size) for size in sizes.values()]
+    five = sorted(tools.items(), key=lambda tool: -tool[1])[:5]
+    largest = {tool: round(rate * size) for tool, size in five}
+    row = {"system": system, "tools": of_tools, "turns": turns}
+    return {**row, "estimated": True, "largest tools": largest}
 
 
 # ==================================================================================================
@@ -3231,6 +3233,7 @@ class Exchange:
     status, fault = 0, ""
     error = answer = ""  # what the server said, in part
     model, stream = "", False
+    side = ""  # see side_of()
     passes = False  # its body goes out as it comes, only once
     tap: Tap | None
 
@@ -3556,6 +3559,7 @@ class Proxy:
             exchange.model = visible(str(view.body.get("model") or "")[:80])
             # Nobody's text may reach anybody else's prompt.
             exchange.client = digest(exchange.address, *map(request.get, CLIENT_HEADERS))
+            exchange.side = side_of(view, request.get(AGENT_ID))
             asker = Asker(exchange.client, len(raw), not exchange.counting)
             exchange.trace = trace = self.editor.apply(view, exchange.report, asker)
             if trace.record:
@@ -3578,10 +3582,9 @@ class Proxy:
         try:
             edited = exchange.forwarded is not received
             original = Prompt(self.reader.view(received, view.dialect)) if edited else None
-            side = side_of(view, exchange.request.get(AGENT_ID))
-            prompt = Prompt(view, exchange.trace.conversation, side, time.monotonic(), original)
-            shapes = list(self.editor.lifter.learner.shapes)
-            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at, shapes)
+            talk, now = exchange.trace.conversation, time.monotonic()
+            prompt = Prompt(view, talk, exchange.side, now, original)
+            exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
         except Exception:
@@ -3654,7 +3657,8 @@ class Proxy:
         case, exchange.case = exchange.case, None
         if case:
             ask = missing_tokens(case, exchange.usage) and not self.running
-            case.slots = self.backend.describe(1.0).get("slots") if ask else None
+            if exchange.stream and exchange.begun:
+                case.first_byte = exchange.begun - exchange.sent
             settle(case, exchange.usage, self.config)
             if ask and case.verdict.name == "lost":
                 self.ask_template(exchange, case)
@@ -3690,7 +3694,6 @@ class Proxy:
             prompts.append(str(members(answer).get("prompt") or ""))
         if len(prompts) == 2 and all(prompts):
             rendered_otherwise(verdict, base, *prompts)
-            verdict.advice = verdict.advice.replace(OR_TEMPLATE, "")
         if verdict.name == "template":
             verdict.advice = (
                 f"the chat template renders {verdict.where} otherwise than before"
@@ -4145,7 +4148,7 @@ class Warmup:
                 prefill.waiting.discard(exchange)
         if prefill and not prefill.waiting:
             prefill.give_up()
-        if view and not side_of(view, exchange.request.get(AGENT_ID)):
+        if view and not exchange.side:
             self.follow(exchange, view, path)
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
@@ -4393,15 +4396,8 @@ class Pages:
                 with suppress(Unreadable, RecursionError):
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
 
-        def count(text: str) -> int | None:
-            body, keys = dump({"content": text}), keys_of(exchange.request)
-            answer = self.proxy.backend.ask("/tokenize", 3.0, body, keys)[1]
-            tokens = members(answer).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
         if len(prompts) == 2:
-            counter = None if self.proxy.running else count
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, counter)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
             row["diff"] = difference(*prompts)
         return row
 
@@ -4857,8 +4853,7 @@ class LogReader:
         if trace.record is not None:
             trace.record.answer = ANY
         as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
-        shapes = list(self.editor.lifter.learner.shapes)
-        case, usage = self.ledger.judge(prompt, self.lost_at, shapes), usage_of([[row]])
+        case, usage = self.ledger.judge(prompt, self.lost_at), usage_of([[row]])
         case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
         verdict, prompt.number = case.verdict, self.ledger.count
         settle(case, usage, self.config)
