@@ -4418,11 +4418,10 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
-body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem;
-  background: Canvas; color: CanvasText; overflow-wrap: anywhere }
+body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem }
 h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
 .state { font-size: 1.6rem; font-weight: 650 } a { color: inherit }
-pre { white-space: pre-wrap; margin: 0 }
+body, pre { overflow-wrap: anywhere } pre { white-space: pre-wrap; margin: 0 }
 h1, h3, dt, .soft { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
 .bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
 li { list-style: none; border-top: 1px solid; padding: .5rem 0 }
@@ -4432,18 +4431,25 @@ dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 <script nonce="%(nonce)s">
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
-  await navigator.clipboard.writeText(target.previousElementSibling.textContent);
-  target.textContent = "copied";
+  const code = target.previousElementSibling;
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+    target.textContent = "copied";
+  } catch {
+    getSelection().selectAllChildren(code);
+  }
 });
 const main = document.querySelector("main");
+const name = (one) => one.href || one.previousElementSibling?.textContent;
 if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
-  const focus = document.activeElement.getAttribute("href");
+  const focus = name(document.activeElement);
   const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
   const news = answer.split(/<.?main>/)[1]  // the head has another nonce
     || '<p id="state" class="state bad">kvproxy does not answer</p>';
   if (news !== main.shown) main.innerHTML = main.shown = news;
-  main.querySelector(`[href="${focus}"]`)?.focus({ preventScroll: true });
+  const again = [...main.querySelectorAll("a, button")].find((one) => name(one) === focus);
+  again?.focus({ preventScroll: true });
   document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script></body></html>
@@ -4452,6 +4458,7 @@ POLICY = (
     "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
     " connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
+SAFE: Headers = [(b"X-Content-Type-Options", b"nosniff"), (b"Referrer-Policy", b"no-referrer")]
 JSON_LINK = '<p><a href="{0}">All as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
@@ -4485,7 +4492,7 @@ class Pages:
             health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
             return self.json(200, health)
         if path == "/kvproxy/metrics":
-            return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
+            return 200, self.metrics().encode(), SAFE, "text/plain; version=0.0.4; charset=utf-8"
         ours = not get("origin") or get("origin").partition("://")[2] == get("host")
         same_site = ours and get("sec-fetch-site") in ("", "none", "same-origin")
         here = is_loopback(peer) or peer == self.proxy.config.listen_host
@@ -4510,7 +4517,7 @@ class Pages:
         body = bytearray()  # takes less memory than dumps()
         for piece in json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value):
             body += piece.encode("utf-8", "backslashreplace")
-        return status, body, list(headers), "application/json"
+        return status, body, [*SAFE, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
@@ -4562,7 +4569,7 @@ class Pages:
     def html(self, title: str, main: list[str], foot: str) -> Answer:
         parts = {"title": html.escape(title), "main": "".join(main), "foot": foot}
         parts |= {"nonce": uuid.uuid4().hex, "version": __version__}
-        headers = [(b"Content-Security-Policy", (POLICY % parts).encode())]
+        headers = [*SAFE, (b"Content-Security-Policy", (POLICY % parts).encode())]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True) -> Answer:
@@ -4574,8 +4581,8 @@ class Pages:
         with metrics.guard:
             state, tone, hint = self.headline(near)
             requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
-        settings = vars(proxy.config).items()
-        off = [f"{name.upper()}=0" for name, value in settings if value is False or value == "0"]
+        settings = {name.upper(): value for name, value in vars(proxy.config).items()}
+        off = [f"{name}=0" for name, value in settings.items() if value is False or value == "0"]
         main = [
             tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
             f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
@@ -4583,7 +4590,9 @@ class Pages:
             self.rows(requests, near) or "None.",
         ]
         if near:
+            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = JSON_LINK.format("/kvproxy/requests")
+            more += DETAILS.format("Settings in force", html.escape(told))
             return self.html(state, [*main, self.learned()], more)
         there = proxy.url.removeprefix("http://")
         port = there.rpartition(":")[2]
@@ -4786,61 +4795,96 @@ FILLER = ("box", "reads", "file", "patch", "server", "tests", "fail")
 BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 
 
-def play(name: str, url: str, args: Words, timeout: float) -> list[float]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms that
-    the prompts took. Raises OSError."""
+def play(
+    name: str, url: str, args: Words, timeout: float, warmup: Warmup | None = None
+) -> list[Json]:
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; with --ahead it takes
+    a tool step on each, and waits until `warmup` has read ahead. A row for each turn. Raises
+    OSError."""
     run = uuid.uuid4().hex  # keeps runs apart in the server's cache
     project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
     headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
-    server, turns, times = Backend(Config(backend_url=url)), list[Json](), list[float]()
+    server, turns, rows = Backend(Config(backend_url=url)), list[Json](), list[Json]()
+
+    def ask(tokens: int) -> Json:
+        body: Json = {"model": "local", "max_tokens": tokens, "temperature": 0}
+        body["messages"] = [{"role": "system", "content": system}, *turns]
+        status, answer = server.ask("/v1/chat/completions", timeout, dump(body), headers)
+        if status != 200:
+            raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
+        return members(answer)
+
     for turn in range(1, args.turns + 1):
         ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
         system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
         stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
         turns.append({"role": "user", "content": f"{stamp} Question {turn}, please."})
-        body: Json = {"model": "local", "max_tokens": 8, "temperature": 0}
-        body["messages"] = [{"role": "system", "content": system}, *turns]
         begun = time.monotonic()
-        status, answer = server.ask("/v1/chat/completions", timeout, dump(body), headers)
-        if status != 200:
-            raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
-        usage, ms = usage_of([[members(answer)]]), 1000 * (time.monotonic() - begun)
-        choices = listed(members(answer).get("choices"))
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
+        if args.ahead:
+            look = {"name": "look", "arguments": "{}"}
+            calls = [{"id": f"call_{turn}", "type": "function", "function": look}]
+            thought = {"reasoning_content": project[:600], "content": "", "tool_calls": calls}
+            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": project[:3000]}
+            turns += [{"role": "assistant", **thought}, result]
+            answer = ask(1024)
+        until = time.monotonic() + 3
+        while warmup and (warmup.prefill or time.monotonic() < until):
+            if any(talk.usage.prompt for talk in warmup.talks.copy().values()):
+                break
+            time.sleep(0.01)
+        choices = listed(answer.get("choices"))
         said = members(members(choices[0]).get("message")) if choices else {}
         turns.append(said or {"role": "assistant", "content": "ok"})
-        times.append(usage.prompt_ms or ms)
-        cells = turn, usage.prompt, usage.read(), times[-1]
-        print(BENCH_ROW.format(name, *["-" if cell is None else f"{cell:,.0f}" for cell in cells]))
-    return times
+        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
+        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
+        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
+        print(BENCH_ROW.format(name, *cells))
+        if turn == 1 and name == "straight":  # then one through kvproxy
+            print(f"At this pace, about {duration(rows[0]['ms'] * args.turns / 1000)} more.")
+    return rows
 
 
-def compare(args: Words, config: Config, name: str) -> None:
-    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
-    expected = duration(args.tokens * (args.turns + 1) / 400)
-    print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}, straight and then")
-    print(f"through kvproxy: {expected} on a server that reads 400 tokens a second.\n")
-    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-    straight = play("straight", config.backend_url, args, config.read_timeout)
+def compare(args: Words, config: Config, name: str, url: str) -> int:
+    """Play against config.backend_url in two ways, and tell how to put kvproxy in front of `url`;
+    with --json this goes to stderr. Raises OSError."""
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    with Proxy(dataclasses.replace(config, **quiet, prefill_ahead="0")) as proxy:
-        through = play("through kvproxy", proxy.url, args, config.read_timeout)
-    if sum(through[1:]):
-        times = sum(straight[1:]) / sum(through[1:])
-        print(f"\nFrom the second turn on the prompt is ready {times:.1f} times as fast.")
+    ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"straight": "", "through": "0"}
+    runs = list[list[Json]]()
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        expected = duration(args.tokens * (args.turns + 1) / 400)
+        print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}, in two ways:")
+        print(f"{expected} on a server that reads 400 tokens a second.\n")
+        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
+        for way, ahead in ways.items():
+            with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead or "0")) as proxy:
+                there = proxy.url if ahead else config.backend_url
+                warmup = proxy.warmup if ahead == "1" else None
+                runs.append(play(way, there, args, config.read_timeout, warmup))
+        before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
+        if ratio := before / after if after else None:
+            print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
+        print(next_steps(config, url))
+    if args.json:
+        print(json.dumps({"straight": runs[0], "through": runs[1], "ratio": ratio}))
+    return 0
 
 
-def next_steps(config: Config, url: str) -> int:
-    """Tell what to do after a demo or a bench, to be copied; the same in every shell."""
+def next_steps(config: Config, url: str) -> str:
+    """How to put kvproxy in front of a server, to be copied; the same in every shell."""
     port = config.listen_port or 1234
     port += urllib.parse.urlsplit(url).port == port
     python = os.path.basename(sys.executable or "python").removesuffix(".exe")
     words = [f'"{word}"' if " " in word else word for word in (python, __file__)]
     words += [f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    print(f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent", end=" ")
-    print(f"http://127.0.0.1:{port}/v1 and open http://127.0.0.1:{port}/kvproxy")
-    return 0
+    there = f"http://127.0.0.1:{port}"
+    return (
+        f"\nWhat to do next:\n  {' '.join(words)}\n\n"
+        f"Then give your agent {there}/v1 and open {there}/kvproxy"
+    )
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
@@ -4868,10 +4912,12 @@ def command_demo(args: Words, config: Config) -> int:
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
+        url = config.backend_url or CANDIDATES[0]
+        there = f"http://127.0.0.1:{server.server_address[1]}"
+        simulated = dataclasses.replace(config, backend_url=there)
+        code = compare(args, simulated, "a SIMULATED server (50 words a ms)", url)
         server.shutdown()
-    return next_steps(config, config.backend_url or CANDIDATES[0])
+    return code
 
 
 def command_bench(args: Words, config: Config) -> int:
@@ -4879,11 +4925,46 @@ def command_bench(args: Words, config: Config) -> int:
     backend = Backend(config)
     try:
         url = backend.locate().geturl()
-        compare(args, dataclasses.replace(config, backend_url=url), url)
+        return compare(args, dataclasses.replace(config, backend_url=url), url, url)
     except OSError as error:
         why = f"{error}. Set BACKEND_URL, or smaller --tokens."
         return failed(f"The run against {backend.name()} broke off: {why}")
-    return next_steps(config, url)
+
+
+def command_check(args: Words, config: Config) -> int:
+    """Tell what the backend is, and what in its settings hurts the cache."""
+    backend = Backend(config)
+    backend.keys = bearer(os.environ.get("API_KEY", ""))
+    found = backend.describe()
+    if not found:
+        return failed(f"No model server answers at {backend.name()}. {USUAL_PORTS} {SET_URL}")
+    print(f"{backend.name()}: {described(found)}")
+    if "state" in found:
+        return failed("Set API_KEY if it wants a key, or try again when it is ready.")
+    slots, context = backend.ask("/slots")[1], found.get("context", 1 << 20)
+    params = [members(members(slot).get("params")) for slot in listed(slots)]
+    faults = {
+        "no slots": not isinstance(slots, list),
+        "no cache": any(one.get("cache_prompt") is False for one in params),
+        "one slot": found.get("slots") == 1,
+        "short context": isinstance(context, int) and context < 32768,
+    }
+    for name in [name for name, there in faults.items() if there] or ["no fault"]:
+        print(f"- {FAULTS[name]}")
+    return 0
+
+
+# of `check`
+FAULTS = {
+    "no slots": "It does not tell whether its cache is on (without an API_KEY?): try `bench`.",
+    "no cache": "cache_prompt is off, so nothing is ever reused: remove --no-cache-prompt.",
+    "one slot": "A title or sub-agent request takes its only slot. Leave --cache-ram on; -np 2 takes"
+    " memory, and gives each its own.",
+    "short context": "Agents send 16,000-60,000 tokens, more than its context: raise -c (Context"
+    " Length in LM Studio) or lower -np.",
+    "no fault": "Nothing in its settings hurts the cache, as far as it tells.",
+}
+SET_URL = "Set BACKEND_URL."
 
 
 def failed(why: str) -> int:
@@ -4932,15 +5013,14 @@ def command_inspect(args: Words, config: Config) -> int:
     except OSError as error:
         return failed(f"{args.file} cannot be read: {error.strerror or error}")
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
+    print('{"requests": [' if args.json else INSPECT_HEAD)
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            if number == 1 and not args.json:
-                print(INSPECT_HEAD)
             cells = [row[key] for key in ("tokens", "read", "sim", "keep")]
             cells = ["-" if cell is None else f"{cell:,}" for cell in cells]
             name = row["name"] + "~" * row["estimated"]
             line = INSPECT_LINE.format(number, name, *cells, row["what"])
-            print(visible(json.dumps(row) if args.json else line))
+            print(visible("," * (number > 1) + json.dumps(row) if args.json else line))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "advice": ""}
                 found = findings.setdefault(row["cause"], new)
@@ -4948,19 +5028,26 @@ def command_inspect(args: Words, config: Config) -> int:
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
                 found["advice"] = row["cure"] or found["advice"]
+    told = sorted(findings.values(), key=lambda found: -found["tokens"])
+    for found in told:
+        if found["cured"] == found["requests"]:
+            found["advice"] = "kvproxy cures this: send the requests through it."
+        elif found["cured"]:
+            found["advice"] = f"kvproxy cures {found['cured']} of them. {found['advice']}"
+    if args.json:
+        print('], "findings": ' + visible(json.dumps(told)) + "}")
+        return 0
     if not number:
-        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
-        return 1
-    if not args.json:
-        print(INSPECT_END)
-        print("Findings, most tokens wasted first:" if findings else "Nothing was wasted.")
-        if findings and not reader.ledger.count:
-            print("First put kvproxy in front: it cures most of this.")
-    for found in sorted(findings.values(), key=lambda found: -found["tokens"]):
-        told = f"- {found['cause']}: {counted(found['requests'], 'request')}, "
-        told += f"kvproxy cures {found['cured']}, " * (found["cured"] > 0)
-        told += f"about {found['tokens']:,} tokens read. {found['advice']}"
-        print(visible(json.dumps(found) if args.json else told))
+        return failed(
+            "No request was recognised: neither a capture (JSON lines) nor a log (-lv 4)."
+        )
+    print(INSPECT_END)
+    print("Findings, most tokens wasted first:" if told else "Nothing was wasted.")
+    if told and not reader.ledger.count:
+        print("First put kvproxy in front: it cures most of this.")
+    for found in told:
+        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
+        print(visible(f"- {found['cause']}: {waste} {found['advice']}"))
     return 0
 
 
@@ -5062,8 +5149,8 @@ class LogReader:
 
     def finish(self, name: str) -> list[Json]:
         """The row of a slot's task, if a prompt was seen."""
-        task = self.tasks.pop(name)
-        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
+        task = {**INSPECT_ROW, **self.tasks.pop(name)}
+        tokens, read, sim, keep = (task[key] for key in ("tokens", "read", "sim", "keep"))
         if read is None and tokens is not None and "cached" in task:
             read = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
@@ -5079,9 +5166,9 @@ class LogReader:
                 what, cause = "first prompt of its length", ""
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        row = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        row |= {"name": name, "what": what, "cause": cause, "cure": ADVICE.get(cause, "")}
-        return [{**INSPECT_ROW, **row}] if size else []
+        task |= {"name": name, "what": what, "read": read}
+        task |= {"cause": cause, "cure": ADVICE.get(cause, "")}
+        return [{key: task[key] for key in INSPECT_ROW}] if size else []
 
 
 def cause_of(verdict: Verdict) -> str:
@@ -5106,7 +5193,7 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host} cannot be used"
-        return failed(f"{where}: {error.strerror or error}. Set LISTEN_PORT or LISTEN_HOST.")
+        return failed(f"{where}: {error.strerror or error}. {taken_by(config)}")
     running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
     running.acquire()
 
@@ -5133,14 +5220,28 @@ def command_serve(args: Words, config: Config) -> int:
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    url = url_of(config.listen_host, config.listen_port)
+    there = Backend(Config(backend_url=url))
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    owner = there.describe().get("product")
+    if owner in OWNERS.values():
+        return f"{owner} has it.\n{next_steps(config, url)}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
 COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
     "demo": (command_demo, "show the effect on a simulated server"),
     "bench": (command_bench, "measure the effect on BACKEND_URL (API_KEY: its key)"),
+    "check": (command_check, "tell what in the settings of BACKEND_URL hurts its cache"),
     "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
-    "--json": "inspect prints lines of JSON: requests, then findings",
+    "--json": "demo, bench and inspect print JSON",
+    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns [5]",
     "--version": "print the version",
@@ -5157,6 +5258,7 @@ class Words:
     tokens: int = 0
     turns: int = 5
     json: bool = False
+    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -5172,8 +5274,8 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word == "--json":
-            args.json = True
+        elif word in ("--json", "--ahead"):
+            setattr(args, word[2:], True)
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
@@ -5182,10 +5284,10 @@ def read_words(words: Iterable[str]) -> Words:
             raise ConfigError("one command at a time")
         else:
             names = [*COMMANDS, *(f"{name.lower()}=" for name, _, _ in Config.table())]
-            url = ":" in word and URL.fullmatch(word)
-            wanted = "backend_url=" if url else name.strip("-").replace("-", "_")
-            near = " or ".join(difflib.get_close_matches(wanted.lower(), names, 2, 0.5))
-            told = f"nearest: {near}" if near else "--help lists all"
+            wanted = name.partition(":")[0].strip("-").replace("-", "_").lower()
+            near = difflib.get_close_matches(wanted, names, 2, 0.5)
+            near += ["backend_url="] * bool(":" in word and URL.fullmatch(word))
+            told = f"nearest: {' or '.join(near)}" if near else "--help lists all"
             raise ConfigError(f"{name} is no command, setting or option; {told}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
