@@ -4414,30 +4414,27 @@ class Warmup:
 # ==================================================================================================
 
 PAGE = """<!doctype html>
-<html lang="en"><head>
-<meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><meta name="viewport" content="width=device-width">
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
-:root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
-body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem }
+:root { color-scheme: light dark; font: 16px/1.5 system-ui; overflow-wrap: anywhere }
+body { margin: auto; padding: 1rem; max-width: 60rem } a { color: inherit }
 h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
-.state { font-size: 1.6rem; font-weight: 650 } a { color: inherit }
-body, pre { overflow-wrap: anywhere } pre { white-space: pre-wrap; margin: 0 }
-h1, h3, dt, .soft { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
-.bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
+.state { font-size: 1.6rem; font-weight: 650 } pre { white-space: pre-wrap; margin: 0 }
+h1, h3, dt, .soft { color: light-dark(#56616d, #a3adb8) }
+.good, .add { color: light-dark(#1a7f4b, #4cc38a) } .fair { color: light-dark(#7d5200, #e5b567) }
+.bad, .del { color: light-dark(#b3261e, #ff8f85) }
 li { list-style: none; border-top: 1px solid; padding: .5rem 0 }
 dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
-</style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
+</style><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
 <main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
   const code = target.previousElementSibling;
-  try {
-    await navigator.clipboard.writeText(code.textContent);
-    target.textContent = "copied";
-  } catch {
-    getSelection().selectAllChildren(code);
-  }
+  getSelection().selectAllChildren(code);  // and so it stays where copying is refused
+  await navigator.clipboard.writeText(code.textContent);
+  getSelection().empty();
+  target.textContent = "copied";
 });
 const main = document.querySelector("main");
 const name = (one) => one.href || one.previousElementSibling?.textContent;
@@ -4452,7 +4449,7 @@ if (document.getElementById("state")) setInterval(async () => {
   again?.focus({ preventScroll: true });
   document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
-</script></body></html>
+</script>
 """
 POLICY = (
     "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
@@ -4533,13 +4530,12 @@ class Pages:
             values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
-        for name in sorted({name for name, _ in values}):
+        for name, samples in itertools.groupby(sorted(values), lambda sample: sample[0]):
             kind = "counter" if name.endswith("_total") else "gauge"
             lines.append(f"# TYPE kvproxy_{name} {kind}")
-            for (of, value), number in sorted(values.items()):
-                if of == name:
-                    labels = f"{{{value}}}" if value else ""
-                    lines.append(f"kvproxy_{name}{labels} {number}")
+            for sample in samples:
+                labels = f"{{{sample[1]}}}" if sample[1] else ""
+                lines.append(f"kvproxy_{name}{labels} {values[sample]}")
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
@@ -4607,10 +4603,9 @@ class Pages:
         if weights := row.get("where it goes"):
             told = {**weights.pop("largest tools"), **weights}
             main += [tag("h2", "Where its tokens go"), defined({n: f"{told[n]}" for n in told})]
-        main += [tag("h2", "What kvproxy changed"), "" if row["diff"] else "Nothing."]
+        main.append(tag("h2", "What kvproxy changed"))
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
-        if exchange.answer:
-            main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
+        main += [tag("h2", "The answer begins"), tag("pre", exchange.answer or "-")]
         for name in ("received", "forwarded"):
             size = f"{name}: {len(row[name]):,} characters"
             main.append(DETAILS.format(size, html.escape(row[name][:BODY_SHOWN], False)))
@@ -4622,22 +4617,23 @@ class Pages:
         metrics, known, server = self.proxy.metrics, self.proxy.backend.known, self.server()
         if metrics.failure is not None:
             status, error, fault = metrics.failure
-            state = f"The last request failed ({status})"
-            state = state if status >= 400 else "The last answer broke off"
-            if status == 503 or (status in (502, 504) and not error):
-                if known and "state" not in known:
-                    return "The model server answers again", "fair", ""
-                words = "is not ready" if status == 503 else "does not answer"
-                state = f"The model server {words} ({status})"
-            return state, "bad", tag("p", error or fault, "soft") if near else ""
+            told = tag("p", error or fault, "soft") if near else ""
+            if status < 400:
+                return "The last answer broke off", "bad", told
+            if status != 503 and (error or status not in (502, 504)):
+                return f"The last request failed ({status})", "bad", told
+            if known and "state" not in known:
+                return "The model server answers again", "fair", ""
+            words = "is not ready" if status == 503 else "does not answer"
+            return f"The model server {words} ({status})", "bad", told
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         if not judged:
             state = "Only first prompts so far" if metrics.window else "No prompt yet"
             if metrics.judged and not metrics.reported:
                 state = "The server does not report what it reused"
-            there = f"The model server answers at {server}."
-            there = there if known else f"No model server answers at {server}. {USUAL_PORTS}"
+            there = f"No model server answers at {server}. {USUAL_PORTS}"
+            there = f"The model server answers at {server}." if known else there
             hint = f"{there} The address for your agent (Claude Code: without /v1):"
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
             return state, "fair", tag("p", hint, "soft") + copied(f"{url}/v1")
@@ -4662,15 +4658,15 @@ class Pages:
     def facts(self) -> str:
         metrics, warmup = self.proxy.metrics, self.proxy.warmup
         counts, programs = metrics.counts, warmup.wrong.copy().items()
-        saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
+        saved = counts["saved_seconds_total", ""]
         facts = {
             "tokens reused": f"{counts['prompt_tokens_total', REUSED]:,}",
             "tokens read": f"{counts['prompt_tokens_total', READ_ANEW]:,}",
+            "tokens read in idle time": f"{counts['idle_tokens_total', '']:,}",
             "time saved, about": duration(saved) if saved else "",
             "server": self.server(),
-            "warm-up": warmup.state if warmup.enabled else "",
+            "warm-up": warmup.state,
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
-            "tokens read in idle time": f"{idle:,}" if idle else "",
         }
         return defined(facts) + (tag("p", SAVED_BY, "soft") if saved else "")
 
@@ -4798,18 +4794,17 @@ BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 def play(
     name: str, url: str, args: Words, timeout: float, warmup: Warmup | None = None
 ) -> list[Json]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; with --ahead it takes
-    a tool step on each, and waits until `warmup` has read ahead. A row for each turn. Raises
-    OSError."""
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; a row for each turn.
+    With --ahead it takes a tool step on each, and waits for `warmup`. Raises OSError."""
     run = uuid.uuid4().hex  # keeps runs apart in the server's cache
     project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
-    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
     server, turns, rows = Backend(Config(backend_url=url)), list[Json](), list[Json]()
+    server.keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
 
     def ask(tokens: int) -> Json:
-        body: Json = {"model": "local", "max_tokens": tokens, "temperature": 0}
-        body["messages"] = [{"role": "system", "content": system}, *turns]
-        status, answer = server.ask("/v1/chat/completions", timeout, dump(body), headers)
+        messages = [{"role": "system", "content": system}, *turns]
+        body = {"model": "local", "max_tokens": tokens, "temperature": 0, "messages": messages}
+        status, answer = server.ask("/v1/chat/completions", timeout, dump(body))
         if status != 200:
             raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
         return members(answer)
@@ -4818,7 +4813,7 @@ def play(
         ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
         system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
+        stamp = f"[Wed 2026-02-18 20:{turn % 60:02} UTC]"
         turns.append({"role": "user", "content": f"{stamp} Question {turn}, please."})
         begun = time.monotonic()
         answer = ask(8)
@@ -4826,18 +4821,19 @@ def play(
         if args.ahead:
             look = {"name": "look", "arguments": "{}"}
             calls = [{"id": f"call_{turn}", "type": "function", "function": look}]
-            thought = {"reasoning_content": project[:600], "content": "", "tool_calls": calls}
-            result = {"role": "tool", "tool_call_id": f"call_{turn}", "content": project[:3000]}
-            turns += [{"role": "assistant", **thought}, result]
+            turns.append({"role": "assistant", "content": project[:600], "tool_calls": calls})
+            turns[-1]["reasoning_content"] = project[:600]
+            turns.append(
+                {"role": "tool", "tool_call_id": f"call_{turn}", "content": project[:3000]}
+            )
             answer = ask(1024)
         until = time.monotonic() + 3
         while warmup and (warmup.prefill or time.monotonic() < until):
             if any(talk.usage.prompt for talk in warmup.talks.copy().values()):
                 break
             time.sleep(0.01)
-        choices = listed(answer.get("choices"))
-        said = members(members(choices[0]).get("message")) if choices else {}
-        turns.append(said or {"role": "assistant", "content": "ok"})
+        text = "".join(words for words, _ in answer_parts(answer))
+        turns.append({"role": "assistant", "content": text or "ok"})
         row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
         rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
         cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
@@ -4852,12 +4848,12 @@ def compare(args: Words, config: Config, name: str, url: str) -> int:
     with --json this goes to stderr. Raises OSError."""
     quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
     quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"straight": "", "through": "0"}
+    ways = {"straight": "", "through kvproxy": "0"}
+    if args.ahead:
+        ways = {"not ahead": "0", "read ahead": "1"}
     runs = list[list[Json]]()
     with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-        expected = duration(args.tokens * (args.turns + 1) / 400)
-        print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}, in two ways:")
-        print(f"{expected} on a server that reads 400 tokens a second.\n")
+        print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}\n")
         print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
         for way, ahead in ways.items():
             with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead or "0")) as proxy:
@@ -4937,34 +4933,29 @@ def command_check(args: Words, config: Config) -> int:
     backend.keys = bearer(os.environ.get("API_KEY", ""))
     found = backend.describe()
     if not found:
-        return failed(f"No model server answers at {backend.name()}. {USUAL_PORTS} {SET_URL}")
+        return failed(f"No model server answers at {backend.name()}. {USUAL_PORTS}")
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
-        return failed("Set API_KEY if it wants a key, or try again when it is ready.")
-    slots, context = backend.ask("/slots")[1], found.get("context", 1 << 20)
+        return failed("Try again when it is ready, or set API_KEY.")
+    slots, context = backend.ask("/slots")[1], found.get("context")
     params = [members(members(slot).get("params")) for slot in listed(slots)]
     faults = {
-        "no slots": not isinstance(slots, list),
-        "no cache": any(one.get("cache_prompt") is False for one in params),
-        "one slot": found.get("slots") == 1,
-        "short context": isinstance(context, int) and context < 32768,
+        "It does not tell whether its cache is on (perhaps to an API_KEY): `bench` shows it.": (
+            not isinstance(slots, list)
+        ),
+        "cache_prompt is off, so nothing is ever reused: remove --no-cache-prompt.": any(
+            one.get("cache_prompt") is False for one in params
+        ),
+        "A title request takes its only slot: leave --cache-ram on, or give it -np 2.": (
+            found.get("slots") == 1
+        ),
+        "Agents send 16,000-60,000 tokens, more than its context: raise -c or lower -np.": (
+            isinstance(context, int) and context < 32768
+        ),
     }
-    for name in [name for name, there in faults.items() if there] or ["no fault"]:
-        print(f"- {FAULTS[name]}")
+    told = [fault for fault, there in faults.items() if there]
+    print("\n".join(told or ["Nothing in its settings hurts the cache, as far as it tells."]))
     return 0
-
-
-# of `check`
-FAULTS = {
-    "no slots": "It does not tell whether its cache is on (without an API_KEY?): try `bench`.",
-    "no cache": "cache_prompt is off, so nothing is ever reused: remove --no-cache-prompt.",
-    "one slot": "A title or sub-agent request takes its only slot. Leave --cache-ram on; -np 2 takes"
-    " memory, and gives each its own.",
-    "short context": "Agents send 16,000-60,000 tokens, more than its context: raise -c (Context"
-    " Length in LM Studio) or lower -np.",
-    "no fault": "Nothing in its settings hurts the cache, as far as it tells.",
-}
-SET_URL = "Set BACKEND_URL."
 
 
 def failed(why: str) -> int:
@@ -4975,24 +4966,20 @@ def failed(why: str) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp and ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (row.split(None, 1) for row in r"""
 slot    by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.*f_keep = (?P<keep>[\d.]+))?
 slot    selected slot by (?P<lru>LRU)
-slot    slot is processing (?P<begins>task)
+slot    slot is processing task
 prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
-counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
 cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
 cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
-cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
-eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-start   server is listening on|loading model""".strip().splitlines())
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens""".strip().splitlines())
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
-LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
 LOG_LINE = 16384  # bytes; longer lines are no log lines
 INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
 INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
@@ -5063,12 +5050,12 @@ class LogReader:
         self.longest: dict[str, int] = {}  # prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
-        """The rows of a file, one by one."""
         utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's >
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace") if utf16 else file
         while line := lines.readline(PARSE_LIMIT):
             yield from self.line(line)
-        yield from self.end()
+        for name in list(self.tasks):  # that no line ends
+            yield from self.finish(name)
 
     def line(self, raw: bytes) -> list[Json]:
         """The rows that a line completes."""
@@ -5127,25 +5114,20 @@ class LogReader:
             self.slots[port] = f"slot {slot[1] or slot[2]}"
         hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
         kind, match = next(hits, ("", None))
-        if match is None or kind == "start":
-            return self.end(port) if kind else []
+        if match is None:
+            return []
         name, rows = port + self.slots.get(port, "slot ?"), list[Json]()
-        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+        if kind in ("slot", "prompt") and "tokens" in self.tasks.get(name, ()):
             rows = self.finish(name)  # the next task begins
         task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
             if value and (kind in ("eval", "slot") or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if kind in ("counts", "eval") and "tokens" not in task and "cached" in task:
+                task[key] = json.loads(value) if value[0].isdigit() else value
+        if kind != "eval":
+            return rows
+        if "tokens" not in task and "cached" in task:
             task["tokens"] = task["cached"] + task["read"]
-        return [*rows, *self.finish(name)] if kind == "eval" else rows
-
-    def end(self, port: str = "") -> list[Json]:
-        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
-        names = [name for name in self.tasks if name.startswith(port)]
-        rows = [row for name in names for row in self.finish(name)]
-        self.longest.pop(port, None)
-        return rows
+        return self.finish(name)
 
     def finish(self, name: str) -> list[Json]:
         """The row of a slot's task, if a prompt was seen."""
@@ -5194,13 +5176,11 @@ def command_serve(args: Words, config: Config) -> int:
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host} cannot be used"
         return failed(f"{where}: {error.strerror or error}. {taken_by(config)}")
-    running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
-    running.acquire()
+    ended = list[int]()  # KeyboardInterrupt would be lost where Python ignores exceptions
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.default_int_handler)  # a second one does not wait for answers
-        if running.locked():
-            running.release()
+        ended.append(number)
 
     for name in ("SIGINT", "SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM, Unix no SIGBREAK
         number = getattr(signal, name, None)
@@ -5213,8 +5193,8 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.backend.lost()
         where = proxy.backend.name()
         log.warning("backend: none answers yet at BACKEND_URL %s. %s", where, USUAL_PORTS)
-    while not running.acquire(timeout=0.5):
-        pass  # Windows runs the handlers between the waits only
+    while not ended:
+        time.sleep(0.1)
     log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0
