@@ -50,7 +50,6 @@ import json
 import logging.handlers
 import math
 import os
-import random
 import re
 import select
 import shutil
@@ -4421,9 +4420,8 @@ body { margin: auto; padding: 1rem; max-width: 60rem } a { color: inherit }
 h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
 .state { font-size: 1.6rem; font-weight: 650 } pre { white-space: pre-wrap; margin: 0 }
 h1, h3, dt, .soft { color: light-dark(#56616d, #a3adb8) }
-.good, .add { color: light-dark(#1a7f4b, #4cc38a) } .fair { color: light-dark(#7d5200, #e5b567) }
-.bad, .del { color: light-dark(#b3261e, #ff8f85) }
-li { list-style: none; border-top: 1px solid; padding: .5rem 0 }
+.good { color: light-dark(#1a7f4b, #4cc38a) } .fair { color: light-dark(#7d5200, #e5b567) }
+.bad { color: light-dark(#b3261e, #ff8f85) } li { list-style: none; border-top: 1px solid }
 dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 </style><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
 <main>%(main)s</main><footer>%(foot)s</footer>
@@ -4462,7 +4460,7 @@ COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
 DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-LINES = {"+": "add", "-": "del", "@": "soft"}
+LINES = {"+": "good", "-": "bad", "@": "soft"}
 
 # Headers of a web server in front, which asks for somebody else.
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
@@ -4472,8 +4470,6 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 
 class Pages:
     """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
-
-    SHOWN = 20  # requests on the page
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -4549,16 +4545,8 @@ class Pages:
             if dialect and len(raw) <= DIFF_BYTES and values <= max(10_000, 8 * len(raw)):
                 with suppress(Unreadable, RecursionError):
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
-
-        def count(text: str) -> int | None:
-            body, keys = dump({"content": text}), keys_of(exchange.request)
-            answer = self.proxy.backend.ask("/tokenize", 3.0, body, keys)[1]
-            tokens = members(answer).get("tokens")
-            return len(tokens) if isinstance(tokens, list) else None
-
         if len(prompts) == 2:
-            counter = None if self.proxy.running else count
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, counter)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, None)
             row["diff"] = difference(*prompts)
         return row
 
@@ -4576,7 +4564,7 @@ class Pages:
         requests = [one for one in list(proxy.active)[::-1] if one.dialect is not None]
         with metrics.guard:
             state, tone, hint = self.headline(near)
-            requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
+            requests += itertools.islice(reversed(metrics.recent), 20)
         settings = {name.upper(): value for name, value in vars(proxy.config).items()}
         off = [f"{name}=0" for name, value in settings.items() if value is False or value == "0"]
         main = [
@@ -4587,15 +4575,14 @@ class Pages:
         ]
         if near:
             told = "\n".join(f"{name} = {value}" for name, value in settings.items())
-            more = JSON_LINK.format("/kvproxy/requests")
-            more += DETAILS.format("Settings in force", html.escape(told))
-            return self.html(state, [*main, self.learned()], more)
+            more = DETAILS.format("Settings in force", html.escape(told))
+            main.append(self.learned())
+            return self.html(state, main, JSON_LINK.format("/kvproxy/requests") + more)
         there = proxy.url.removeprefix("http://")
         port = there.rpartition(":")[2]
-        more = "<h2>Prompts are shown on that machine only</h2>"
-        more += copied(f"ssh -L {port}:{there} THAT-MACHINE")
-        more += f"Then open http://127.0.0.1:{port}/kvproxy."
-        return self.html(state, main, more)
+        more = copied(f"ssh -L {port}:{there} THAT-MACHINE")
+        more = f"<h2>Prompts are shown on that machine only</h2>{more}"
+        return self.html(state, main, f"{more}Then open http://127.0.0.1:{port}/kvproxy.")
 
     def request_page(self, exchange: Exchange) -> Answer:
         row, title = self.compared(exchange), f"Request {exchange.number}"
@@ -4624,8 +4611,7 @@ class Pages:
                 return f"The last request failed ({status})", "bad", told
             if known and "state" not in known:
                 return "The model server answers again", "fair", ""
-            words = "is not ready" if status == 503 else "does not answer"
-            return f"The model server {words} ({status})", "bad", told
+            return f"The model server does not answer ({status})", "bad", told
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         if not judged:
@@ -4674,8 +4660,8 @@ class Pages:
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
-            words += f"; saved {counted(learner.saved[shape.name()], 'long read')}"
-            rows += ITEM.format(tag("span", words), copied(setting))
+            words += f"; long reads saved: {learner.saved[shape.name()]}"
+            rows += ITEM.format(html.escape(words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:
@@ -4688,17 +4674,17 @@ class Pages:
 
     def row(self, exchange: Exchange, near: bool) -> str:
         """A request in the list, as HTML; one without a number is being served."""
-        number, usage, start = exchange.number, exchange.usage, exchange.started
-        facts = [f"tokens read: {read_of(usage)}", client_of(exchange), exchange.model]
+        number, start = exchange.number, exchange.started
+        facts = [f"tokens read: {read_of(exchange.usage)}", client_of(exchange), exchange.model]
         if exchange.status != 200:
             facts[0] = f"status {exchange.status or '-'}"
+        if not number:
+            facts[0] = f"running for {duration(time.monotonic() - start)}"
         for name, at in (("first byte", exchange.begun), ("all", exchange.ended)):
             facts += [f"{name} {duration(at - start)}"] if at else []
-        link = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
-        link = f'<a href="/kvproxy/requests/{number}">{link}</a>' if near else tag("span", link)
-        if not number:
-            facts[0], link = f"running for {duration(time.monotonic() - start)}", ""
-        spans = link + "".join(tag("span", fact) for fact in facts)
+        title = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        link = f'<a href="/kvproxy/requests/{number}">{title}</a>' if near else title
+        spans = link * bool(number) + "".join(tag("span", fact) for fact in facts)
         return ITEM.format(spans, verdict_html(exchange, near) if number else "")
 
 
@@ -4773,10 +4759,6 @@ def difference(before: list[Segment], after: list[Segment]) -> list[str]:
     return found
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -4787,45 +4769,38 @@ def duration(seconds: float) -> str:
 # Commands: demo, bench, check, inspect, serve
 # ==================================================================================================
 
-FILLER = ("box", "reads", "file", "patch", "server", "tests", "fail")
-BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 
-
-def play(
-    name: str, url: str, args: Words, timeout: float, warmup: Warmup | None = None
-) -> list[Json]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; a row for each turn.
-    With --ahead it takes a tool step on each, and waits for `warmup`. Raises OSError."""
-    run = uuid.uuid4().hex  # keeps runs apart in the server's cache
-    project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
-    server, turns, rows = Backend(Config(backend_url=url)), list[Json](), list[Json]()
-    server.keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
+def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms that
+    the prompts took. With --ahead it takes tool steps, and waits for `warmup`. Raises OSError."""
+    run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)  # a word, a token
+    server, turns, times = model_server(config), list[Json](), list[float]()
 
     def ask(tokens: int) -> Json:
         messages = [{"role": "system", "content": system}, *turns]
         body = {"model": "local", "max_tokens": tokens, "temperature": 0, "messages": messages}
-        status, answer = server.ask("/v1/chat/completions", timeout, dump(body))
+        status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
         if status != 200:
-            raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
+            raise OSError(
+                f"The run broke off: {status or ''} {' '.join(str(answer)[:200].split())}"
+            )
         return members(answer)
 
     for turn in range(1, args.turns + 1):
         ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
         system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
-        stamp = f"[Wed 2026-02-18 20:{turn % 60:02} UTC]"
-        turns.append({"role": "user", "content": f"{stamp} Question {turn}, please."})
+        text = f"[Wed 2026-02-18 20:{turn % 60:02} UTC] Question {turn}, please."
+        turns.append({"role": "user", "content": text})
         begun = time.monotonic()
         answer = ask(8)
         usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
         if args.ahead:
             look = {"name": "look", "arguments": "{}"}
             calls = [{"id": f"call_{turn}", "type": "function", "function": look}]
-            turns.append({"role": "assistant", "content": project[:600], "tool_calls": calls})
-            turns[-1]["reasoning_content"] = project[:600]
-            turns.append(
-                {"role": "tool", "tool_call_id": f"call_{turn}", "content": project[:3000]}
-            )
+            thought = {"reasoning_content": project[:600], "content": "", "tool_calls": calls}
+            result = {"tool_call_id": f"call_{turn}", "content": project[:3000]}
+            turns += [{"role": "assistant", **thought}, {"role": "tool", **result}]
             answer = ask(1024)
         until = time.monotonic() + 3
         while warmup and (warmup.prefill or time.monotonic() < until):
@@ -4834,38 +4809,28 @@ def play(
             time.sleep(0.01)
         text = "".join(words for words, _ in answer_parts(answer))
         turns.append({"role": "assistant", "content": text or "ok"})
-        row = {"turn": turn, "prompt": usage.prompt, "read": usage.read()}
-        rows.append({**row, "ms": round(usage.prompt_ms or ms, 1)})
-        cells = ["-" if cell is None else f"{cell:,.0f}" for cell in rows[-1].values()]
-        print(BENCH_ROW.format(name, *cells))
+        times.append(usage.prompt_ms or ms)
+        print(f"{name}, turn {turn}: {read_of(usage)} tokens read, {times[-1]:,.0f} ms")
         if turn == 1 and name == "straight":  # then one through kvproxy
-            print(f"At this pace, about {duration(rows[0]['ms'] * args.turns / 1000)} more.")
-    return rows
+            print(f"At this pace, about {duration(times[0] * args.turns / 1000)} more.")
+    return times
 
 
 def compare(args: Words, config: Config, name: str, url: str) -> int:
-    """Play against config.backend_url in two ways, and tell how to put kvproxy in front of `url`;
-    with --json this goes to stderr. Raises OSError."""
-    quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
-    quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    ways = {"straight": "", "through kvproxy": "0"}
-    if args.ahead:
-        ways = {"not ahead": "0", "read ahead": "1"}
-    runs = list[list[Json]]()
-    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-        print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}\n")
-        print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-        for way, ahead in ways.items():
-            with Proxy(dataclasses.replace(config, **quiet, prefill_ahead=ahead or "0")) as proxy:
-                there = proxy.url if ahead else config.backend_url
-                warmup = proxy.warmup if ahead == "1" else None
-                runs.append(play(way, there, args, config.read_timeout, warmup))
-        before, after = (sum(row["ms"] for row in rows[1:]) for rows in runs)
-        if ratio := before / after if after else None:
-            print(f"\nFrom the second turn on the prompt is ready {ratio:.1f} times as fast.")
-        print(next_steps(config, url))
-    if args.json:
-        print(json.dumps({"straight": runs[0], "through": runs[1], "ratio": ratio}))
+    """Play against config.backend_url in two ways, and tell how to put kvproxy in front of `url`.
+    Raises OSError."""
+    print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}:\n")
+    ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"through kvproxy": "0"}
+    runs = [] if args.ahead else [play("straight", config, args)]
+    quiet = Config(backend_url=config.backend_url, listen_port=0, log_level="error")
+    for way, ahead in ways.items():
+        with Proxy(dataclasses.replace(quiet, prefill_ahead=ahead)) as proxy:
+            there = dataclasses.replace(config, backend_url=proxy.url)
+            runs.append(play(way, there, args, proxy.warmup if ahead == "1" else None))
+    before, after = (sum(times[1:]) for times in runs)
+    if after:
+        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
+    print(next_steps(config, url))
     return 0
 
 
@@ -4904,13 +4869,13 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 
 def command_demo(args: Words, config: Config) -> int:
-    """Play against a simulated server, straight and through a real proxy."""
+    """Play against a simulated server."""
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        url = config.backend_url or CANDIDATES[0]
         there = f"http://127.0.0.1:{server.server_address[1]}"
         simulated = dataclasses.replace(config, backend_url=there)
+        url = config.backend_url or CANDIDATES[0]
         code = compare(args, simulated, "a SIMULATED server (50 words a ms)", url)
         server.shutdown()
     return code
@@ -4918,43 +4883,37 @@ def command_demo(args: Words, config: Config) -> int:
 
 def command_bench(args: Words, config: Config) -> int:
     """The same conversation against BACKEND_URL."""
+    url = model_server(config).name()
+    return compare(args, dataclasses.replace(config, backend_url=url), url, url)
+
+
+def model_server(config: Config) -> Backend:
+    """The backend, which was asked what it is. Raises OSError."""
     backend = Backend(config)
-    try:
-        url = backend.locate().geturl()
-        return compare(args, dataclasses.replace(config, backend_url=url), url, url)
-    except OSError as error:
-        why = f"{error}. Set BACKEND_URL, or smaller --tokens."
-        return failed(f"The run against {backend.name()} broke off: {why}")
+    backend.keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
+    if not backend.describe():
+        raise OSError(f"No model server answers at {backend.name()}. {USUAL_PORTS}")
+    return backend
 
 
 def command_check(args: Words, config: Config) -> int:
     """Tell what the backend is, and what in its settings hurts the cache."""
-    backend = Backend(config)
-    backend.keys = bearer(os.environ.get("API_KEY", ""))
-    found = backend.describe()
-    if not found:
-        return failed(f"No model server answers at {backend.name()}. {USUAL_PORTS}")
+    backend = model_server(config)
+    found = backend.known
     print(f"{backend.name()}: {described(found)}")
     if "state" in found:
         return failed("Try again when it is ready, or set API_KEY.")
     slots, context = backend.ask("/slots")[1], found.get("context")
-    params = [members(members(slot).get("params")) for slot in listed(slots)]
     faults = {
-        "It does not tell whether its cache is on (perhaps to an API_KEY): `bench` shows it.": (
-            not isinstance(slots, list)
-        ),
-        "cache_prompt is off, so nothing is ever reused: remove --no-cache-prompt.": any(
-            one.get("cache_prompt") is False for one in params
-        ),
-        "A title request takes its only slot: leave --cache-ram on, or give it -np 2.": (
-            found.get("slots") == 1
-        ),
-        "Agents send 16,000-60,000 tokens, more than its context: raise -c or lower -np.": (
+        "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
+        "cache_prompt is off: remove --no-cache-prompt.": ("'cache_prompt': False" in str(slots)),
+        "A title request takes its only slot: -np 2 gives it another.": found.get("slots") == 1,
+        f"{context} tokens are less than agents send (60,000): raise -c or lower -np.": (
             isinstance(context, int) and context < 32768
         ),
     }
-    told = [fault for fault, there in faults.items() if there]
-    print("\n".join(told or ["Nothing in its settings hurts the cache, as far as it tells."]))
+    told = [f"- {advice}" for advice, fault in faults.items() if fault]
+    print("\n".join(told or ["- Nothing in its settings hurts the cache, as far as it tells."]))
     return 0
 
 
@@ -4981,33 +4940,25 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
 LOG_LINE = 16384  # bytes; longer lines are no log lines
-INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
-INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_END = """
-prompt, read: tokens (~ by its text); sim: share that an earlier prompt began with;
-keep: share of the slot's content that stayed.
-"""
+# Tokens of the prompt, and of it read; share that an earlier one began with; share of the slot kept.
+INSPECT_FACTS = ("tokens", "read", "sim", "keep")
 # None: not known; `cured`: whether kvproxy mends the `cause`.
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
-INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
+INSPECT_ROW |= dict.fromkeys((*INSPECT_FACTS, "ms", "cured"))
 
 
 def command_inspect(args: Words, config: Config) -> int:
     """What changed between requests, from a capture or a llama-server log."""
-    try:
-        path = os.path.expanduser(args.file)
-        file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
-    except OSError as error:
-        return failed(f"{args.file} cannot be read: {error.strerror or error}")
+    path = os.path.expanduser(args.file)
+    file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
-    print('{"requests": [' if args.json else INSPECT_HEAD)
+    if args.json:
+        print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            cells = [row[key] for key in ("tokens", "read", "sim", "keep")]
-            cells = ["-" if cell is None else f"{cell:,}" for cell in cells]
-            name = row["name"] + "~" * row["estimated"]
-            line = INSPECT_LINE.format(number, name, *cells, row["what"])
-            print(visible("," * (number > 1) + json.dumps(row) if args.json else line))
+            facts = [f"{key} {row[key]:,}" for key in INSPECT_FACTS if row[key] is not None]
+            told = f"{number} {row['name']}: {', '.join(facts)}: {row['what']}"
+            print(visible("," * (number > 1) + json.dumps(row) if args.json else told))
             if row["cause"]:
                 new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "advice": ""}
                 found = findings.setdefault(row["cause"], new)
@@ -5015,26 +4966,21 @@ def command_inspect(args: Words, config: Config) -> int:
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
                 found["advice"] = row["cure"] or found["advice"]
-    told = sorted(findings.values(), key=lambda found: -found["tokens"])
-    for found in told:
+    wasted = sorted(findings.values(), key=lambda found: -found["tokens"])
+    for found in wasted:
         if found["cured"] == found["requests"]:
             found["advice"] = "kvproxy cures this: send the requests through it."
-        elif found["cured"]:
-            found["advice"] = f"kvproxy cures {found['cured']} of them. {found['advice']}"
     if args.json:
-        print('], "findings": ' + visible(json.dumps(told)) + "}")
+        print('], "findings": ' + visible(json.dumps(wasted)) + "}")
         return 0
     if not number:
-        return failed(
-            "No request was recognised: neither a capture (JSON lines) nor a log (-lv 4)."
-        )
-    print(INSPECT_END)
-    print("Findings, most tokens wasted first:" if told else "Nothing was wasted.")
-    if told and not reader.ledger.count:
+        return failed("No request was recognised: no capture (JSON lines), and no log (-lv 4).")
+    print("Findings, most tokens wasted first:" if wasted else "Nothing was wasted.")
+    if wasted and not reader.ledger.count:
         print("First put kvproxy in front: it cures most of this.")
-    for found in told:
-        waste = f"{counted(found['requests'], 'request')}, about {found['tokens']:,} tokens read."
-        print(visible(f"- {found['cause']}: {waste} {found['advice']}"))
+    for found in wasted:
+        told = f"- {found['cause']}: requests {found['requests']}, tokens {found['tokens']:,}."
+        print(visible(f"{told} {found['advice']}"))
     return 0
 
 
@@ -5099,11 +5045,8 @@ class LogReader:
         told |= {"what": verdict.title() + f": {line}" * bool(line), "ms": usage.prompt_ms}
         told |= {"tokens": usage.prompt, "read": usage.read(), "sim": round(verdict.share, 3)}
         if line and not side and verdict.name in ("rewritten", "lost"):
-            told |= {
-                "cause": cause_of(verdict),
-                "cured": cured,
-                "cure": verdict.cure or verdict.advice,
-            }
+            told |= {"cause": cause_of(verdict), "cured": cured}
+            told["cure"] = verdict.cure or verdict.advice
         return [told]
 
     def logged(self, text: str) -> list[Json]:
@@ -5148,16 +5091,16 @@ class LogReader:
                 what, cause = "first prompt of its length", ""
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        task |= {"name": name, "what": what, "read": read}
-        task |= {"cause": cause, "cure": ADVICE.get(cause, "")}
-        return [{key: task[key] for key in INSPECT_ROW}] if size else []
+        task |= {"name": name, "what": what, "read": read, "cause": cause}
+        task["cure"] = ADVICE.get(cause, "")
+        return [task] if size else []
 
 
 def cause_of(verdict: Verdict) -> str:
     """A name for a fault: the place, and the words before what changes."""
-    before, after = verdict.before or verdict.after, verdict.after or verdict.before
-    label = re.split(r"\d", before[: common_prefix(before, after)])[0][-24:].strip()
     place = verdict.where.partition(" ")[0] if verdict.name == "rewritten" else verdict.name
+    shared = verdict.before[: common_prefix(verdict.before, verdict.after)]
+    label = re.split(r"\d", shared)[0][-24:].strip()
     return f"{place}, {verdict.kind}" + f": {label!r}" * (label != "" and place != "tools")
 
 
@@ -5166,8 +5109,7 @@ def command_serve(args: Words, config: Config) -> int:
     proxy = Proxy(config)
     log, handler = proxy.log, cast(logging.Handler, logging.StreamHandler())
     if config.log_file:
-        tell = functools.partial(print, "kvproxy:", file=sys.stderr)
-        handler = PrivateFile("LOG_FILE", config.log_file, tell)
+        handler = PrivateFile("LOG_FILE", config.log_file, failed)
     form = "%(asctime)s %(levelname)s %(request)s%(message)s"
     handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     log.addHandler(handler)
@@ -5187,11 +5129,11 @@ def command_serve(args: Words, config: Config) -> int:
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     log.info("kvproxy %s listens on %s (page: /kvproxy)", __version__, proxy.url)
-    if found := proxy.backend.describe():
-        log.info("backend %s: %s", proxy.backend.name(), described(found))
+    found, where = proxy.backend.describe(), proxy.backend.name()
+    if found:
+        log.info("backend %s: %s", where, described(found))
     else:
         proxy.backend.lost()
-        where = proxy.backend.name()
         log.warning("backend: none answers yet at BACKEND_URL %s. %s", where, USUAL_PORTS)
     while not ended:
         time.sleep(0.1)
@@ -5207,9 +5149,8 @@ def taken_by(config: Config) -> str:
     if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
     owner = there.describe().get("product")
-    if owner in OWNERS.values():
-        return f"{owner} has it.\n{next_steps(config, url)}"
-    return "Set LISTEN_PORT or LISTEN_HOST."
+    known = owner in OWNERS.values()
+    return f"{owner} has it.\n{next_steps(config, url)}" if known else "Set LISTEN_PORT."
 
 
 COMMANDS = {
@@ -5220,7 +5161,7 @@ COMMANDS = {
     "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
-    "--json": "demo, bench and inspect print JSON",
+    "--json": "inspect prints JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
     "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
     "--turns": "demo and bench: turns [5]",
@@ -5256,19 +5197,17 @@ def read_words(words: Iterable[str]) -> Words:
             setattr(args, name[2:], int(value))
         elif word in ("--json", "--ahead"):
             setattr(args, word[2:], True)
-        elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
+        elif word in ("--help", "--version") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
-        elif word in COMMANDS:
-            raise ConfigError("one command at a time")
         else:
             names = [*COMMANDS, *(f"{name.lower()}=" for name, _, _ in Config.table())]
             wanted = name.partition(":")[0].strip("-").replace("-", "_").lower()
             near = difflib.get_close_matches(wanted, names, 2, 0.5)
             near += ["backend_url="] * bool(":" in word and URL.fullmatch(word))
             told = f"nearest: {' or '.join(near)}" if near else "--help lists all"
-            raise ConfigError(f"{name} is no command, setting or option; {told}")
+            raise ConfigError(f"{name} means nothing here; {told}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
     args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
@@ -5278,11 +5217,10 @@ def read_words(words: Iterable[str]) -> Words:
 def usage_text() -> str:
     """What --help prints."""
     width = max(40, min(118, shutil.get_terminal_size().columns - 1))
-    rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(OPTIONS.items())
-    for name, default, text in Config.table():
-        rows.append((name, text + f" [{default}]" * bool(default)))
+    rows = {name: text for name, (_, text) in COMMANDS.items()} | OPTIONS
+    rows |= {n: text + f" [{default}]" * bool(default) for n, default, text in Config.table()}
     lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
-    for name, text in rows:
+    for name, text in rows.items():
         lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
@@ -5301,13 +5239,14 @@ def main(argv: list[str] | None = None) -> int:
         config = Config.from_env({**os.environ, **args.settings})
         return COMMANDS[args.command or "serve"][0](args, config)
     except ConfigError as error:
-        print(f"kvproxy: {error}", file=sys.stderr)
-        return 2
+        return 1 + failed(f"kvproxy: {error}")
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout has seen enough: `inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return failed(f"kvproxy: {error}")
 
 
 if __name__ == "__main__":
