@@ -4445,7 +4445,6 @@ if (document.getElementById("state")) setInterval(async () => {
   if (news !== main.shown) main.innerHTML = main.shown = news;
   const again = [...main.querySelectorAll("a, button")].find((one) => name(one) === focus);
   again?.focus({ preventScroll: true });
-  document.title = document.getElementById("state").textContent + " - kvproxy";
 }, 3000);
 </script>
 """
@@ -4522,8 +4521,7 @@ class Pages:
             values, rate = dict(metrics.counts), reused_share(metrics.window)
         if rate is not None:
             values["hit_ratio", ""] = rate
-        if proxy.backend.away is not None:
-            values["backend_up", ""] = int(not proxy.backend.away)
+        values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
         for name, samples in itertools.groupby(sorted(values), lambda sample: sample[0]):
@@ -4577,19 +4575,18 @@ class Pages:
             told = "\n".join(f"{name} = {value}" for name, value in settings.items())
             more = DETAILS.format("Settings in force", html.escape(told))
             main.append(self.learned())
-            return self.html(state, main, JSON_LINK.format("/kvproxy/requests") + more)
+            return self.html("Status", main, JSON_LINK.format("/kvproxy/requests") + more)
         there = proxy.url.removeprefix("http://")
         port = there.rpartition(":")[2]
         more = copied(f"ssh -L {port}:{there} THAT-MACHINE")
         more = f"<h2>Prompts are shown on that machine only</h2>{more}"
-        return self.html(state, main, f"{more}Then open http://127.0.0.1:{port}/kvproxy.")
+        return self.html("Status", main, f"{more}Then open http://127.0.0.1:{port}/kvproxy.")
 
     def request_page(self, exchange: Exchange) -> Answer:
         row, title = self.compared(exchange), f"Request {exchange.number}"
         main = [tag("p", title, "state"), f"<ul>{self.row(exchange, True)}</ul>"]
-        if weights := row.get("where it goes"):
-            told = {**weights.pop("largest tools"), **weights}
-            main += [tag("h2", "Where its tokens go"), defined({n: f"{told[n]}" for n in told})]
+        weights = json.dumps(row.get("where it goes"), indent=1)
+        main += [tag("h2", "Where its tokens go"), tag("pre", weights)]
         main.append(tag("h2", "What kvproxy changed"))
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
         main += [tag("h2", "The answer begins"), tag("pre", exchange.answer or "-")]
@@ -4605,13 +4602,12 @@ class Pages:
         if metrics.failure is not None:
             status, error, fault = metrics.failure
             told = tag("p", error or fault, "soft") if near else ""
-            if status < 400:
-                return "The last answer broke off", "bad", told
-            if status != 503 and (error or status not in (502, 504)):
-                return f"The last request failed ({status})", "bad", told
-            if known and "state" not in known:
-                return "The model server answers again", "fair", ""
-            return f"The model server does not answer ({status})", "bad", told
+            if status == 503 or (status in (502, 504) and not error):
+                if known and "state" not in known:
+                    return "The model server answers again", "fair", ""
+                return f"The model server does not answer ({status})", "bad", told
+            state = f"The last request failed ({status})"
+            return state if status >= 400 else "The last answer broke off", "bad", told
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         if not judged:
@@ -4620,9 +4616,8 @@ class Pages:
                 state = "The server does not report what it reused"
             there = f"No model server answers at {server}. {USUAL_PORTS}"
             there = f"The model server answers at {server}." if known else there
-            hint = f"{there} The address for your agent (Claude Code: without /v1):"
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
-            return state, "fair", tag("p", hint, "soft") + copied(f"{url}/v1")
+            return state, "fair", tag("p", f"{there} Address for agents:") + copied(f"{url}/v1")
         talk = metrics.window[-1].trace.conversation
         newest = [one for one in judged if one.trace.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
@@ -4634,7 +4629,7 @@ class Pages:
             names = ", ".join(dict.fromkeys(one.verdict.name for one in judged[-misses:]))
             state = f"The last {misses} prompts were read again: {names}"
         missed = [cause_html(one.verdict) for one in judged if near and one.missed]
-        hint = tag("p", f"{metrics.cause().capitalize()}.", "soft")
+        hint = tag("p", f"{metrics.cause().capitalize()}.")
         return state, "bad", hint + "".join(missed[-1:])
 
     def server(self) -> str:
@@ -4654,7 +4649,9 @@ class Pages:
             "warm-up": warmup.state,
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
         }
-        return defined(facts) + (tag("p", SAVED_BY, "soft") if saved else "")
+        pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
+        listed = f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
+        return listed + (tag("p", SAVED_BY, "soft") if saved else "")
 
     def learned(self) -> str:
         rows, learner = "", self.proxy.editor.lifter.learner
@@ -4723,11 +4720,6 @@ def tag(name: str, text: str, kind: str = "") -> str:
     return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
 
 
-def defined(facts: dict[str, str]) -> str:
-    pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
-    return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
-
-
 def copied(setting: str) -> str:
     return COPY.format(html.escape(setting.partition(", which")[0])) if setting else ""
 
@@ -4760,9 +4752,7 @@ def difference(before: list[Segment], after: list[Segment]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
 # ==================================================================================================
@@ -4802,10 +4792,8 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
             result = {"tool_call_id": f"call_{turn}", "content": project[:3000]}
             turns += [{"role": "assistant", **thought}, {"role": "tool", **result}]
             answer = ask(1024)
-        until = time.monotonic() + 3
+        until = time.monotonic() + 3  # as long as a person reads, at least
         while warmup and (warmup.prefill or time.monotonic() < until):
-            if any(talk.usage.prompt for talk in warmup.talks.copy().values()):
-                break
             time.sleep(0.01)
         text = "".join(words for words, _ in answer_parts(answer))
         turns.append({"role": "assistant", "content": text or "ok"})
@@ -4839,11 +4827,9 @@ def next_steps(config: Config, url: str) -> str:
     port = config.listen_port or 1234
     port += urllib.parse.urlsplit(url).port == port
     python = os.path.basename(sys.executable or "python").removesuffix(".exe")
-    words = [f'"{word}"' if " " in word else word for word in (python, __file__)]
-    words += [f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
     there = f"http://127.0.0.1:{port}"
     return (
-        f"\nWhat to do next:\n  {' '.join(words)}\n\n"
+        f'\nWhat to do next:\n  {python} "{__file__}" BACKEND_URL={url} LISTEN_PORT={port}\n\n'
         f"Then give your agent {there}/v1 and open {there}/kvproxy"
     )
 
@@ -4901,11 +4887,11 @@ def command_check(args: Words, config: Config) -> int:
     backend = model_server(config)
     found = backend.known
     print(f"{backend.name()}: {described(found)}")
-    if "state" in found:
-        return failed("Try again when it is ready, or set API_KEY.")
     slots, context = backend.ask("/slots")[1], found.get("context")
     faults = {
-        "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
+        "It does not tell whether its cache is on: try `bench` (API_KEY=...).": not isinstance(
+            slots, list
+        ),
         "cache_prompt is off: remove --no-cache-prompt.": ("'cache_prompt': False" in str(slots)),
         "A title request takes its only slot: -np 2 gives it another.": found.get("slots") == 1,
         f"{context} tokens are less than agents send (60,000): raise -c or lower -np.": (
@@ -4940,7 +4926,7 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
 LOG_LINE = 16384  # bytes; longer lines are no log lines
-# Tokens of the prompt, and of it read; share that an earlier one began with; share of the slot kept.
+# of the prompt; of it read; share that an earlier one began with; share of the slot's that stayed
 INSPECT_FACTS = ("tokens", "read", "sim", "keep")
 # None: not known; `cured`: whether kvproxy mends the `cause`.
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
@@ -4990,7 +4976,6 @@ class LogReader:
     def __init__(self, config: Config) -> None:
         self.config, self.editor, limit = config, Editor(config), config.ledger_mb << 20
         self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, as kvproxy sends it
-        self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[str, Json] = {}  # what is known of each port's and slot's
         self.slots: dict[str, str] = {}  # that a port's log spoke of last
         self.longest: dict[str, int] = {}  # prompt of a port since its server's start
@@ -5018,22 +5003,19 @@ class LogReader:
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
-        body, now, status = row["body"], row.get("time"), row.get("status", 200)
+        body, status = row["body"], row.get("status", 200)
         view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
-        now = now if isinstance(now, (int, float)) else 0.0
         told = {**INSPECT_ROW, "name": f"{dialect.name}, {len(view.turns)} items"}
         if status not in (0, 200):
-            self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**told, "what": f"status {status}"}]
         side = side_of(view, members(row.get("headers")).get(AGENT_ID, ""))
-        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
+        prompt = Prompt(view, self.editor.replay.conversation(view), side)
         trace = self.editor.apply(view, Report())  # changes the view
         if trace.record is not None:
             trace.record.answer = ANY
         as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
         shapes = list(self.editor.lifter.learner.shapes)
-        case, usage = self.ledger.judge(prompt, self.lost_at, shapes), usage_of([[row]])
-        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
+        case, usage = self.ledger.judge(prompt, shapes=shapes), usage_of([[row]])
         verdict, prompt.number = case.verdict, self.ledger.count
         settle(case, usage, self.config)
         if usage.read() is None:
@@ -5074,10 +5056,10 @@ class LogReader:
 
     def finish(self, name: str) -> list[Json]:
         """The row of a slot's task, if a prompt was seen."""
-        task = {**INSPECT_ROW, **self.tasks.pop(name)}
-        tokens, read, sim, keep = (task[key] for key in ("tokens", "read", "sim", "keep"))
+        task = {**INSPECT_ROW, **self.tasks.pop(name), "name": name}
+        tokens, read, sim, keep = (task[key] for key in INSPECT_FACTS)
         if read is None and tokens is not None and "cached" in task:
-            read = tokens - task["cached"]
+            read = task["read"] = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
         self.longest[task["port"]] = max(size, longest)
         what, cause = "read" if tokens is None or read == tokens else "reused", ""
@@ -5091,8 +5073,7 @@ class LogReader:
                 what, cause = "first prompt of its length", ""
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        task |= {"name": name, "what": what, "read": read, "cause": cause}
-        task["cure"] = ADVICE.get(cause, "")
+        task |= {"what": what, "cause": cause, "cure": ADVICE.get(cause, "")}
         return [task] if size else []
 
 
@@ -5148,9 +5129,9 @@ def taken_by(config: Config) -> str:
     there = Backend(Config(backend_url=url))
     if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
-    owner = there.describe().get("product")
-    known = owner in OWNERS.values()
-    return f"{owner} has it.\n{next_steps(config, url)}" if known else "Set LISTEN_PORT."
+    if (owner := there.describe().get("product")) in OWNERS.values():
+        return f"{owner} has it.\n{next_steps(config, url)}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
 
 
 COMMANDS = {
@@ -5197,7 +5178,7 @@ def read_words(words: Iterable[str]) -> Words:
             setattr(args, name[2:], int(value))
         elif word in ("--json", "--ahead"):
             setattr(args, word[2:], True)
-        elif word in ("--help", "--version") or (word in COMMANDS and not args.command):
+        elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
