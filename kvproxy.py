@@ -4515,7 +4515,6 @@ class Pages:
         return self.json(status, {"error": {"message": message}}, *headers)
 
     def metrics(self) -> str:
-        """Prometheus text format."""
         proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
         with metrics.guard:
             values, rate = dict(metrics.counts), reused_share(metrics.window)
@@ -4555,7 +4554,6 @@ class Pages:
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True) -> Answer:
-        """The page; without words of prompts unless `near`."""
         proxy, metrics = self.proxy, self.proxy.metrics
         if not proxy.running:
             proxy.backend.look()
@@ -4598,7 +4596,7 @@ class Pages:
 
     def headline(self, near: bool) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and as HTML the cause and what helps."""
-        metrics, known, server = self.proxy.metrics, self.proxy.backend.known, self.server()
+        metrics, known = self.proxy.metrics, self.proxy.backend.known
         if metrics.failure is not None:
             status, error, fault = metrics.failure
             told = tag("p", error or fault, "soft") if near else ""
@@ -4614,8 +4612,10 @@ class Pages:
             state = "Only first prompts so far" if metrics.window else "No prompt yet"
             if metrics.judged and not metrics.reported:
                 state = "The server does not report what it reused"
-            there = f"No model server answers at {server}. {USUAL_PORTS}"
-            there = f"The model server answers at {server}." if known else there
+            there = (
+                f"{'The' if known else 'No'} model server answers at {self.proxy.backend.name()}."
+            )
+            there += "" if known else f" {USUAL_PORTS}"
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
             return state, "fair", tag("p", f"{there} Address for agents:") + copied(f"{url}/v1")
         talk = metrics.window[-1].trace.conversation
@@ -4632,20 +4632,16 @@ class Pages:
         hint = tag("p", f"{metrics.cause().capitalize()}.")
         return state, "bad", hint + "".join(missed[-1:])
 
-    def server(self) -> str:
-        known = described(self.proxy.backend.known)
-        return self.proxy.backend.name() + (f": {known}" if known else "")
-
     def facts(self) -> str:
-        metrics, warmup = self.proxy.metrics, self.proxy.warmup
-        counts, programs = metrics.counts, warmup.wrong.copy().items()
+        counts, backend, warmup = self.proxy.metrics.counts, self.proxy.backend, self.proxy.warmup
+        programs = warmup.wrong.copy().items()
         saved = counts["saved_seconds_total", ""]
         facts = {
             "tokens reused": f"{counts['prompt_tokens_total', REUSED]:,}",
             "tokens read": f"{counts['prompt_tokens_total', READ_ANEW]:,}",
             "tokens read in idle time": f"{counts['idle_tokens_total', '']:,}",
             "time saved, about": duration(saved) if saved else "",
-            "server": self.server(),
+            "server": f"{backend.name()} {described(backend.known)}",
             "warm-up": warmup.state,
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
         }
@@ -4771,9 +4767,7 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
         body = {"model": "local", "max_tokens": tokens, "temperature": 0, "messages": messages}
         status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
         if status != 200:
-            raise OSError(
-                f"The run broke off: {status or ''} {' '.join(str(answer)[:200].split())}"
-            )
+            raise OSError(f"The run broke off: {status or ''} {str(answer)[:200]}")
         return members(answer)
 
     for turn in range(1, args.turns + 1):
@@ -4888,15 +4882,12 @@ def command_check(args: Words, config: Config) -> int:
     found = backend.known
     print(f"{backend.name()}: {described(found)}")
     slots, context = backend.ask("/slots")[1], found.get("context")
+    short = isinstance(context, int) and context < 32768
     faults = {
-        "It does not tell whether its cache is on: try `bench` (API_KEY=...).": not isinstance(
-            slots, list
-        ),
-        "cache_prompt is off: remove --no-cache-prompt.": ("'cache_prompt': False" in str(slots)),
+        "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
+        "cache_prompt is off: remove --no-cache-prompt.": "'cache_prompt': False" in str(slots),
         "A title request takes its only slot: -np 2 gives it another.": found.get("slots") == 1,
-        f"{context} tokens are less than agents send (60,000): raise -c or lower -np.": (
-            isinstance(context, int) and context < 32768
-        ),
+        "Agents send 16,000-60,000 tokens, more than its context: raise -c or lower -np.": short,
     }
     told = [f"- {advice}" for advice, fault in faults.items() if fault]
     print("\n".join(told or ["- Nothing in its settings hurts the cache, as far as it tells."]))
@@ -4925,7 +4916,6 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
-LOG_LINE = 16384  # bytes; longer lines are no log lines
 # of the prompt; of it read; share that an earlier one began with; share of the slot's that stayed
 INSPECT_FACTS = ("tokens", "read", "sim", "keep")
 # None: not known; `cured`: whether kvproxy mends the `cause`.
@@ -4989,17 +4979,15 @@ class LogReader:
             yield from self.finish(name)
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes."""
         try:
             row = members(json.loads(raw, **_FINITE)) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
-            return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
+            return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= 16384 else []
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
     def captured(self, row: Json) -> list[Json]:
-        """The row of a captured request."""
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
@@ -5110,12 +5098,11 @@ def command_serve(args: Words, config: Config) -> int:
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     log.info("kvproxy %s listens on %s (page: /kvproxy)", __version__, proxy.url)
-    found, where = proxy.backend.describe(), proxy.backend.name()
-    if found:
-        log.info("backend %s: %s", where, described(found))
+    if found := proxy.backend.describe():
+        log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:
         proxy.backend.lost()
-        log.warning("backend: none answers yet at BACKEND_URL %s. %s", where, USUAL_PORTS)
+        log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), USUAL_PORTS)
     while not ended:
         time.sleep(0.1)
     log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
@@ -5144,7 +5131,7 @@ COMMANDS = {
 OPTIONS = {
     "--json": "inspect prints JSON",
     "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
-    "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
+    "--tokens": "demo and bench: tokens of the prompt [6000]",
     "--turns": "demo and bench: turns [5]",
     "--version": "print the version",
     "--help": "print this",
@@ -5153,11 +5140,9 @@ OPTIONS = {
 
 @dataclasses.dataclass
 class Words:
-    """A command line."""
-
     command: str = ""
     file: str = ""
-    tokens: int = 0
+    tokens: int = 6000
     turns: int = 5
     json: bool = False
     ahead: bool = False
@@ -5191,12 +5176,10 @@ def read_words(words: Iterable[str]) -> Words:
             raise ConfigError(f"{name} means nothing here; {told}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
-    args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
     return args
 
 
 def usage_text() -> str:
-    """What --help prints."""
     width = max(40, min(118, shutil.get_terminal_size().columns - 1))
     rows = {name: text for name, (_, text) in COMMANDS.items()} | OPTIONS
     rows |= {n: text + f" [{default}]" * bool(default) for n, default, text in Config.table()}
