@@ -4417,8 +4417,8 @@ PAGE = """<!doctype html>
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
 :root { color-scheme: light dark; font: 16px/1.5 system-ui; overflow-wrap: anywhere }
 body { margin: auto; padding: 1rem; max-width: 60rem } a { color: inherit }
-h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
-.state { font-size: 1.6rem; font-weight: 650 } pre { white-space: pre-wrap; margin: 0 }
+h1 { font-size: 1rem } p, dd, ul, pre { margin: 0; padding: 0 } pre { white-space: pre-wrap }
+.state { font-size: 1.6rem; font-weight: 650 }
 h1, h3, dt, .soft { color: light-dark(#56616d, #a3adb8) }
 .good { color: light-dark(#1a7f4b, #4cc38a) } .fair { color: light-dark(#7d5200, #e5b567) }
 .bad { color: light-dark(#b3261e, #ff8f85) } li { list-style: none; border-top: 1px solid }
@@ -4429,7 +4429,7 @@ dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
   const code = target.previousElementSibling;
-  getSelection().selectAllChildren(code);  // and so it stays where copying is refused
+  getSelection().selectAllChildren(code);  // stays where copying is refused
   await navigator.clipboard.writeText(code.textContent);
   getSelection().empty();
   target.textContent = "copied";
@@ -4461,7 +4461,7 @@ TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fai
 MISSES = ("rewritten", "lost", "template")
 LINES = {"+": "good", "-": "bad", "@": "soft"}
 
-# Headers of a web server in front, which asks for somebody else.
+# of a web server in front, which asks for somebody else
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
@@ -4481,8 +4481,8 @@ class Pages:
         if not self.proxy.known_host(get("host")):
             return self.error(403, "Unknown Host; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
-            return self.json(200, health)
+            state = self.proxy.warmup.state
+            return self.json(200, {"status": "ok", "version": __version__, "warmup": state})
         if path == "/kvproxy/metrics":
             return 200, self.metrics().encode(), SAFE, "text/plain; version=0.0.4; charset=utf-8"
         ours = not get("origin") or get("origin").partition("://")[2] == get("host")
@@ -4585,12 +4585,12 @@ class Pages:
         main = [tag("p", title, "state"), f"<ul>{self.row(exchange, True)}</ul>"]
         weights = json.dumps(row.get("where it goes"), indent=1)
         main += [tag("h2", "Where its tokens go"), tag("pre", weights)]
-        main.append(tag("h2", "What kvproxy changed"))
+        main += [tag("h2", "What kvproxy changed")]
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
         main += [tag("h2", "The answer begins"), tag("pre", exchange.answer or "-")]
         for name in ("received", "forwarded"):
-            size = f"{name}: {len(row[name]):,} characters"
-            main.append(DETAILS.format(size, html.escape(row[name][:BODY_SHOWN], False)))
+            shown = html.escape(row[name][:BODY_SHOWN], False)
+            main.append(DETAILS.format(f"{name}: {len(row[name]):,} characters", shown))
         more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json")
         return self.html(title, main, more)
 
@@ -4612,10 +4612,9 @@ class Pages:
             state = "Only first prompts so far" if metrics.window else "No prompt yet"
             if metrics.judged and not metrics.reported:
                 state = "The server does not report what it reused"
-            there = (
-                f"{'The' if known else 'No'} model server answers at {self.proxy.backend.name()}."
-            )
-            there += "" if known else f" {USUAL_PORTS}"
+            name = self.proxy.backend.name()
+            there = f"No model server answers at {name}. {USUAL_PORTS}"
+            there = f"The model server answers at {name}." if known else there
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
             return state, "fair", tag("p", f"{there} Address for agents:") + copied(f"{url}/v1")
         talk = metrics.window[-1].trace.conversation
@@ -4717,7 +4716,7 @@ def tag(name: str, text: str, kind: str = "") -> str:
 
 
 def copied(setting: str) -> str:
-    return COPY.format(html.escape(setting.partition(", which")[0])) if setting else ""
+    return COPY.format(html.escape(setting)) if setting else ""
 
 
 def client_of(exchange: Exchange) -> str:
@@ -4757,8 +4756,8 @@ def duration(seconds: float) -> str:
 
 
 def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms that
-    the prompts took. With --ahead it takes tool steps, and waits for `warmup`. Raises OSError."""
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms of its
+    prompts. With --ahead it takes tool steps, and waits for `warmup`. Raises OSError."""
     run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)  # a word, a token
     server, turns, times = model_server(config), list[Json](), list[float]()
 
@@ -4799,25 +4798,24 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
 
 
 def compare(args: Words, config: Config, name: str, url: str) -> int:
-    """Play against config.backend_url in two ways, and tell how to put kvproxy in front of `url`.
-    Raises OSError."""
+    """Play in two ways, and tell how to put kvproxy in front of `url`. Raises OSError."""
     print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}:\n")
     ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"through kvproxy": "0"}
     runs = [] if args.ahead else [play("straight", config, args)]
     quiet = Config(backend_url=config.backend_url, listen_port=0, log_level="error")
     for way, ahead in ways.items():
         with Proxy(dataclasses.replace(quiet, prefill_ahead=ahead)) as proxy:
-            there = dataclasses.replace(config, backend_url=proxy.url)
-            runs.append(play(way, there, args, proxy.warmup if ahead == "1" else None))
+            there, warmup = dataclasses.replace(config, backend_url=proxy.url), proxy.warmup
+            runs.append(play(way, there, args, warmup if ahead == "1" else None))
     before, after = (sum(times[1:]) for times in runs)
     if after:
-        print(f"\nFrom the second turn on the prompt is ready {before / after:.1f} times as fast.")
+        print(f"\nThe prompts of turn 2 and later: {before / after:.1f} times as fast.")
     print(next_steps(config, url))
     return 0
 
 
 def next_steps(config: Config, url: str) -> str:
-    """How to put kvproxy in front of a server, to be copied; the same in every shell."""
+    """How to put kvproxy in front of a server, in any shell."""
     port = config.listen_port or 1234
     port += urllib.parse.urlsplit(url).port == port
     python = os.path.basename(sys.executable or "python").removesuffix(".exe")
@@ -4849,7 +4847,6 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 
 def command_demo(args: Words, config: Config) -> int:
-    """Play against a simulated server."""
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -4862,7 +4859,6 @@ def command_demo(args: Words, config: Config) -> int:
 
 
 def command_bench(args: Words, config: Config) -> int:
-    """The same conversation against BACKEND_URL."""
     url = model_server(config).name()
     return compare(args, dataclasses.replace(config, backend_url=url), url, url)
 
@@ -4877,7 +4873,6 @@ def model_server(config: Config) -> Backend:
 
 
 def command_check(args: Words, config: Config) -> int:
-    """Tell what the backend is, and what in its settings hurts the cache."""
     backend = model_server(config)
     found = backend.known
     print(f"{backend.name()}: {described(found)}")
@@ -4916,7 +4911,7 @@ eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+)
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
-# of the prompt; of it read; share that an earlier one began with; share of the slot's that stayed
+# sim: share that an earlier one began with; keep: share of the slot that stayed
 INSPECT_FACTS = ("tokens", "read", "sim", "keep")
 # None: not known; `cured`: whether kvproxy mends the `cause`.
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
@@ -4924,7 +4919,6 @@ INSPECT_ROW |= dict.fromkeys((*INSPECT_FACTS, "ms", "cured"))
 
 
 def command_inspect(args: Words, config: Config) -> int:
-    """What changed between requests, from a capture or a llama-server log."""
     path = os.path.expanduser(args.file)
     file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
@@ -4936,12 +4930,12 @@ def command_inspect(args: Words, config: Config) -> int:
             told = f"{number} {row['name']}: {', '.join(facts)}: {row['what']}"
             print(visible("," * (number > 1) + json.dumps(row) if args.json else told))
             if row["cause"]:
-                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "advice": ""}
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
+                new["advice"] = row["cure"]
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
-                found["advice"] = row["cure"] or found["advice"]
     wasted = sorted(findings.values(), key=lambda found: -found["tokens"])
     for found in wasted:
         if found["cured"] == found["requests"]:
@@ -5010,8 +5004,8 @@ class LogReader:
             told["estimated"], usage.prompt = True, prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
             verdict.name = "extended" if verdict.name == "not reported" else verdict.name
-        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured, line = changed and as_sent.name == "extended", verdict.line()
+        cured = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured, line = cured and as_sent.name == "extended", verdict.line()
         told |= {"what": verdict.title() + f": {line}" * bool(line), "ms": usage.prompt_ms}
         told |= {"tokens": usage.prompt, "read": usage.read(), "sim": round(verdict.share, 3)}
         if line and not side and verdict.name in ("rewritten", "lost"):
@@ -5113,7 +5107,8 @@ def command_serve(args: Words, config: Config) -> int:
 def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     url = url_of(config.listen_host, config.listen_port)
-    there = Backend(Config(backend_url=url))
+    there = Backend(config)
+    there.url = urllib.parse.urlsplit(url)
     if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
     if (owner := there.describe().get("product")) in OWNERS.values():
@@ -5199,7 +5194,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
             return 0
         for name, wanted in misspelt(os.environ):
-            failed(f"kvproxy: the variable {name} is no setting: is {wanted} meant?")
+            failed(f"kvproxy: {name} is no setting: is {wanted} meant?")
         config = Config.from_env({**os.environ, **args.settings})
         return COMMANDS[args.command or "serve"][0](args, config)
     except ConfigError as error:
