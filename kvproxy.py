@@ -4474,7 +4474,7 @@ class Pages:
         self.proxy = proxy
 
     def answer(self, request: Request, peer: str) -> Answer:
-        """(status, body, headers, content type) for a request that came from the address `peer`."""
+        """To a request that came from the address `peer`."""
         path, get = request.path.partition("?")[0].rstrip("/"), request.get
         if request.method not in ("GET", "HEAD"):
             return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
@@ -4710,7 +4710,6 @@ def cause_html(verdict: Verdict) -> str:
 
 
 def tag(name: str, text: str, kind: str = "") -> str:
-    """An HTML element with a text; nothing for no text."""
     kind = f' class="{kind}"' if kind else ""
     return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
 
@@ -4758,7 +4757,7 @@ def duration(seconds: float) -> str:
 def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
     """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms of its
     prompts. With --ahead it takes tool steps, and waits for `warmup`. Raises OSError."""
-    run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)  # a word, a token
+    run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
     server, turns, times = model_server(config), list[Json](), list[float]()
 
     def ask(tokens: int) -> Json:
@@ -4792,13 +4791,13 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
         turns.append({"role": "assistant", "content": text or "ok"})
         times.append(usage.prompt_ms or ms)
         print(f"{name}, turn {turn}: {read_of(usage)} tokens read, {times[-1]:,.0f} ms")
-        if turn == 1 and name == "straight":  # then one through kvproxy
+        if turn == 1 and name == "straight":
             print(f"At this pace, about {duration(times[0] * args.turns / 1000)} more.")
     return times
 
 
 def compare(args: Words, config: Config, name: str, url: str) -> int:
-    """Play in two ways, and tell how to put kvproxy in front of `url`. Raises OSError."""
+    """Play in two ways; `url`: of the user's server. Raises OSError."""
     print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}:\n")
     ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"through kvproxy": "0"}
     runs = [] if args.ahead else [play("straight", config, args)]
@@ -4827,7 +4826,7 @@ def next_steps(config: Config, url: str) -> str:
 
 
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A llama-server of one slot, whose cache is the longest common prefix in words."""
+    """A llama-server of one slot, which caches the last prompt, in words."""
 
     slot: Sequence[str] = ()
 
@@ -4882,10 +4881,10 @@ def command_check(args: Words, config: Config) -> int:
         "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
         "cache_prompt is off: remove --no-cache-prompt.": "'cache_prompt': False" in str(slots),
         "A title request takes its only slot: -np 2 gives it another.": found.get("slots") == 1,
-        "Agents send 16,000-60,000 tokens, more than its context: raise -c or lower -np.": short,
+        "Agents send 16,000-60,000 tokens, more than fit: raise -c or lower -np.": short,
     }
     told = [f"- {advice}" for advice, fault in faults.items() if fault]
-    print("\n".join(told or ["- Nothing in its settings hurts the cache, as far as it tells."]))
+    print("\n".join(told or ["- Nothing that it tells of hurts the cache."]))
     return 0
 
 
@@ -4944,10 +4943,10 @@ def command_inspect(args: Words, config: Config) -> int:
         print('], "findings": ' + visible(json.dumps(wasted)) + "}")
         return 0
     if not number:
-        return failed("No request was recognised: no capture (JSON lines), and no log (-lv 4).")
+        return failed("No request was recognised: no capture (JSON lines), no log (-lv 4).")
     print("Findings, most tokens wasted first:" if wasted else "Nothing was wasted.")
     if wasted and not reader.ledger.count:
-        print("First put kvproxy in front: it cures most of this.")
+        print("First put kvproxy in front: it cures most.")
     for found in wasted:
         told = f"- {found['cause']}: requests {found['requests']}, tokens {found['tokens']:,}."
         print(visible(f"{told} {found['advice']}"))
@@ -5060,7 +5059,7 @@ class LogReader:
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name for a fault: the place, and the words before what changes."""
+    """A fault's place, and the words before what changes."""
     place = verdict.where.partition(" ")[0] if verdict.name == "rewritten" else verdict.name
     shared = verdict.before[: common_prefix(verdict.before, verdict.after)]
     label = re.split(r"\d", shared)[0][-24:].strip()
@@ -5068,7 +5067,6 @@ def cause_of(verdict: Verdict) -> str:
 
 
 def command_serve(args: Words, config: Config) -> int:
-    """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     log, handler = proxy.log, cast(logging.Handler, logging.StreamHandler())
     if config.log_file:
@@ -5120,7 +5118,7 @@ COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
     "demo": (command_demo, "show the effect on a simulated server"),
     "bench": (command_bench, "measure the effect on BACKEND_URL (API_KEY: its key)"),
-    "check": (command_check, "tell what in the settings of BACKEND_URL hurts its cache"),
+    "check": (command_check, "tell what hurts the cache of BACKEND_URL"),
     "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
