@@ -4762,7 +4762,7 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
 
     def ask(tokens: int) -> Json:
         messages = [{"role": "system", "content": system}, *turns]
-        body = {"model": "local", "max_tokens": tokens, "temperature": 0, "messages": messages}
+        body = {"model": "local", "max_tokens": tokens, "stop": ".", "messages": messages}
         status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
         if status != 200:
             raise OSError(f"The run broke off: {status or ''} {str(answer)[:200]}")
