@@ -4756,13 +4756,14 @@ def duration(seconds: float) -> str:
 
 def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
     """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms of its
-    prompts. With --ahead it takes tool steps, and waits for `warmup`. Raises OSError."""
+    prompts. With --ahead it takes tool steps, and waits for `warmup`."""
     run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
     server, turns, times = model_server(config), list[Json](), list[float]()
 
     def ask(tokens: int) -> Json:
         messages = [{"role": "system", "content": system}, *turns]
-        body = {"model": "local", "max_tokens": tokens, "stop": ".", "messages": messages}
+        body: Json = {"model": "local", "messages": messages, "max_tokens": tokens, "stop": " "}
+        body["chat_template_kwargs"] = {"enable_thinking": False}
         status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
         if status != 200:
             raise OSError(f"The run broke off: {status or ''} {str(answer)[:200]}")
@@ -4863,7 +4864,7 @@ def command_bench(args: Words, config: Config) -> int:
 
 
 def model_server(config: Config) -> Backend:
-    """The backend, which was asked what it is. Raises OSError."""
+    """The backend, asked what it is. Raises OSError."""
     backend = Backend(config)
     backend.keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
     if not backend.describe():
