@@ -4429,7 +4429,7 @@ dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
   const code = target.previousElementSibling;
-  getSelection().selectAllChildren(code);  // stays where copying is refused
+  getSelection().selectAllChildren(code);  // stays if copying fails
   await navigator.clipboard.writeText(code.textContent);
   getSelection().empty();
   target.textContent = "copied";
@@ -5118,9 +5118,9 @@ def taken_by(config: Config) -> str:
 COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
     "demo": (command_demo, "show the effect on a simulated server"),
-    "bench": (command_bench, "measure the effect on BACKEND_URL (API_KEY: its key)"),
+    "bench": (command_bench, "measure the effect on BACKEND_URL (with API_KEY)"),
     "check": (command_check, "tell what hurts the cache of BACKEND_URL"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
+    "inspect": (command_inspect, "explain a capture or llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
     "--json": "inspect prints JSON",
