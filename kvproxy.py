@@ -39,7 +39,6 @@ import json
 import logging.handlers
 import math
 import os
-import random
 import re
 import select
 import shutil
@@ -3344,10 +3343,10 @@ class Backend:
             return response.status, json.loads(text)
         return response.status, text
 
-    def describe(self, timeout: float = 3.0) -> Json:
+    def describe(self, timeout: float = 3.0, keys: dict[str, str] | None = None) -> Json:
         """What the server tells of itself; {} without an answer."""
-        status, answer = self.ask("/v1/models", timeout)
-        props = members(self.ask("/props", timeout)[1]) if status else {}
+        status, answer = self.ask("/v1/models", timeout, None, keys)
+        props = members(self.ask("/props", timeout, None, keys)[1]) if status else {}
         model = members(next(iter(listed(members(answer).get("data"))), None))
         owner = str(model.get("owned_by") or "a model server")
         has_props = props and "error" not in props  # LM Studio says 200 to any path
@@ -3533,9 +3532,7 @@ class Proxy:
         """http://host:port, with the port that was taken."""
         if self.server is None:
             raise RuntimeError("the proxy is not running")
-        host, port = map(str, self.server.server_address[:2])
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(*map(str, self.server.server_address[:2]))
 
     @property
     def running(self) -> int:
@@ -3587,6 +3584,8 @@ class Proxy:
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
             exchange.verdict, exchange.straight = case.verdict, case.straight
+        except RecursionError:
+            pass  # no server reads what is nested so deeply
         except Exception:
             self.log.exception("a request could not be explained")
 
@@ -3700,6 +3699,12 @@ class Proxy:
                 f" ({verdict.before!r} -> {verdict.after!r}), so {exchange.usage.cached:,} of"
                 f" {verdict.expected:,} tokens were reused: {advice('template', self.config)}"
             )
+
+
+def url_of(host: str, port: str) -> str:
+    """How this machine reaches what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def keys_of(request: Request) -> dict[str, str]:
@@ -4263,53 +4268,55 @@ class Warmup:
 # ==================================================================================================
 
 PAGE = """<!doctype html>
-<html lang="en"><head>
-<meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><meta name="viewport" content="width=device-width">
 <title>%(title)s - kvproxy</title><link rel="icon" href="data:,"><style nonce="%(nonce)s">
-:root { color-scheme: light dark; --soft: light-dark(#56616d, #a3adb8) }
-body { font: 16px/1.5 system-ui; margin: auto; padding: 1rem; max-width: 60rem;
-  background: Canvas; color: CanvasText; overflow-wrap: anywhere }
-h1, h3 { font-size: 1rem; margin: 1rem 0 0 } p, dd, ul { margin: 0; padding: 0 }
-.state { font-size: 1.6rem; font-weight: 650 } a { color: inherit }
-pre { white-space: pre-wrap; margin: 0 }
-h1, h3, dt, .soft { color: var(--soft) } .good, .add { color: light-dark(#1a7f4b, #4cc38a) }
-.bad, .del { color: light-dark(#b3261e, #ff8f85) } .fair { color: light-dark(#7d5200, #e5b567) }
-li { list-style: none; border-top: 1px solid; padding: .5rem 0 }
+:root { color-scheme: light dark; font: 16px/1.5 system-ui; overflow-wrap: anywhere }
+body { margin: auto; padding: 1rem; max-width: 60rem } a { color: inherit }
+h1 { font-size: 1rem } p, dd, ul, pre { margin: 0; padding: 0 } pre { white-space: pre-wrap }
+.state { font-size: 1.6rem; font-weight: 650 }
+h1, h3, dt, .soft { color: light-dark(#56616d, #a3adb8) }
+.good { color: light-dark(#1a7f4b, #4cc38a) } .fair { color: light-dark(#7d5200, #e5b567) }
+.bad { color: light-dark(#b3261e, #ff8f85) } li { list-style: none; border-top: 1px solid }
 dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
-</style></head><body><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
+</style><header><h1><a href="/kvproxy">kvproxy %(version)s</a></h1></header>
 <main>%(main)s</main><footer>%(foot)s</footer>
 <script nonce="%(nonce)s">
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
-  await navigator.clipboard.writeText(target.previousElementSibling.textContent);
+  const code = target.previousElementSibling;
+  getSelection().selectAllChildren(code);  // stays if copying fails
+  await navigator.clipboard.writeText(code.textContent);
+  getSelection().empty();
   target.textContent = "copied";
 });
 const main = document.querySelector("main");
+const name = (one) => one.href || one.previousElementSibling?.textContent;
 if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
-  const focus = document.activeElement.getAttribute("href");
+  const focus = name(document.activeElement);
   const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
   const news = answer.split(/<.?main>/)[1]  // the head has another nonce
     || '<p id="state" class="state bad">kvproxy does not answer</p>';
   if (news !== main.shown) main.innerHTML = main.shown = news;
-  main.querySelector(`[href="${focus}"]`)?.focus({ preventScroll: true });
-  document.title = document.getElementById("state").textContent + " - kvproxy";
+  const again = [...main.querySelectorAll("a, button")].find((one) => name(one) === focus);
+  again?.focus({ preventScroll: true });
 }, 3000);
-</script></body></html>
+</script>
 """
 POLICY = (
     "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
     " connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
+SAFE: Headers = [(b"X-Content-Type-Options", b"nosniff"), (b"Referrer-Policy", b"no-referrer")]
 JSON_LINK = '<p><a href="{0}">All as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
 COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
 DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
-LINES = {"+": "add", "-": "del", "@": "soft"}
+LINES = {"+": "good", "-": "bad", "@": "soft"}
 
-# Headers of a web server in front, which asks for somebody else.
+# of a web server in front, which asks for somebody else
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
@@ -4318,23 +4325,21 @@ Answer = tuple[int, bytes | bytearray, Headers, str]
 class Pages:
     """Answers under /kvproxy. Prompts are for this machine only, and no other site's page."""
 
-    SHOWN = 20  # requests on the page
-
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
 
     def answer(self, request: Request, peer: str) -> Answer:
-        """(status, body, headers, content type) for a request that came from the address `peer`."""
+        """To a request that came from the address `peer`."""
         path, get = request.path.partition("?")[0].rstrip("/"), request.get
         if request.method not in ("GET", "HEAD"):
             return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
         if not self.proxy.known_host(get("host")):
             return self.error(403, "Unknown Host; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
-            health = {"status": "ok", "version": __version__, "warmup": self.proxy.warmup.state}
-            return self.json(200, health)
+            state = self.proxy.warmup.state
+            return self.json(200, {"status": "ok", "version": __version__, "warmup": state})
         if path == "/kvproxy/metrics":
-            return 200, self.metrics().encode(), [], "text/plain; version=0.0.4; charset=utf-8"
+            return 200, self.metrics().encode(), SAFE, "text/plain; version=0.0.4; charset=utf-8"
         ours = not get("origin") or get("origin").partition("://")[2] == get("host")
         same_site = ours and get("sec-fetch-site") in ("", "none", "same-origin")
         here = is_loopback(peer) or peer == self.proxy.config.listen_host
@@ -4359,29 +4364,26 @@ class Pages:
         body = bytearray()  # takes less memory than dumps()
         for piece in json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value):
             body += piece.encode("utf-8", "backslashreplace")
-        return status, body, list(headers), "application/json"
+        return status, body, [*SAFE, *headers], "application/json"
 
     def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
 
     def metrics(self) -> str:
-        """Prometheus text format."""
         proxy, metrics, lines = self.proxy, self.proxy.metrics, list[str]()
         with metrics.guard:
             values, rate = dict(metrics.counts), reused_share(metrics.window)
         if rate is not None:
             values["hit_ratio", ""] = rate
-        if proxy.backend.away is not None:
-            values["backend_up", ""] = int(not proxy.backend.away)
+        values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
-        for name in sorted({name for name, _ in values}):
+        for name, samples in itertools.groupby(sorted(values), lambda sample: sample[0]):
             kind = "counter" if name.endswith("_total") else "gauge"
             lines.append(f"# TYPE kvproxy_{name} {kind}")
-            for (of, value), number in sorted(values.items()):
-                if of == name:
-                    labels = f"{{{value}}}" if value else ""
-                    lines.append(f"kvproxy_{name}{labels} {number}")
+            for sample in samples:
+                labels = f"{{{sample[1]}}}" if sample[1] else ""
+                lines.append(f"kvproxy_{name}{labels} {values[sample]}")
         return "\n".join(lines) + "\n"
 
     def compared(self, exchange: Exchange) -> Json:
@@ -4395,7 +4397,6 @@ class Pages:
             if dialect and len(raw) <= DIFF_BYTES and values <= max(10_000, 8 * len(raw)):
                 with suppress(Unreadable, RecursionError):
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
-
         if len(prompts) == 2:
             row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
             row["diff"] = difference(*prompts)
@@ -4404,20 +4405,19 @@ class Pages:
     def html(self, title: str, main: list[str], foot: str) -> Answer:
         parts = {"title": html.escape(title), "main": "".join(main), "foot": foot}
         parts |= {"nonce": uuid.uuid4().hex, "version": __version__}
-        headers = [(b"Content-Security-Policy", (POLICY % parts).encode())]
+        headers = [*SAFE, (b"Content-Security-Policy", (POLICY % parts).encode())]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True) -> Answer:
-        """The page; without words of prompts unless `near`."""
         proxy, metrics = self.proxy, self.proxy.metrics
         if not proxy.running:
             proxy.backend.look()
         requests = [one for one in list(proxy.active)[::-1] if one.dialect is not None]
         with metrics.guard:
             state, tone, hint = self.headline(near)
-            requests += itertools.islice(reversed(metrics.recent), self.SHOWN)
-        settings = vars(proxy.config).items()
-        off = [f"{name.upper()}=0" for name, value in settings if value is False or value == "0"]
+            requests += itertools.islice(reversed(metrics.recent), 20)
+        settings = {name.upper(): value for name, value in vars(proxy.config).items()}
+        off = [f"{name}=0" for name, value in settings.items() if value is False or value == "0"]
         main = [
             tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
             f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
@@ -4425,55 +4425,53 @@ class Pages:
             self.rows(requests, near) or "None.",
         ]
         if near:
-            more = JSON_LINK.format("/kvproxy/requests")
-            return self.html(state, [*main, self.learned()], more)
+            told = "\n".join(f"{name} = {value}" for name, value in settings.items())
+            more = DETAILS.format("Settings in force", html.escape(told))
+            main.append(self.learned())
+            return self.html("Status", main, JSON_LINK.format("/kvproxy/requests") + more)
         there = proxy.url.removeprefix("http://")
         port = there.rpartition(":")[2]
-        more = "<h2>Prompts are shown on that machine only</h2>"
-        more += copied(f"ssh -L {port}:{there} THAT-MACHINE")
-        more += f"Then open http://127.0.0.1:{port}/kvproxy."
-        return self.html(state, main, more)
+        more = copied(f"ssh -L {port}:{there} THAT-MACHINE")
+        more = f"<h2>Prompts are shown on that machine only</h2>{more}"
+        return self.html("Status", main, f"{more}Then open http://127.0.0.1:{port}/kvproxy.")
 
     def request_page(self, exchange: Exchange) -> Answer:
         row, title = self.compared(exchange), f"Request {exchange.number}"
         main = [tag("p", title, "state"), f"<ul>{self.row(exchange, True)}</ul>"]
-        if weights := row.get("where it goes"):
-            told = {**weights.pop("largest tools"), **weights}
-            main += [tag("h2", "Where its tokens go"), defined({n: f"{told[n]}" for n in told})]
-        main += [tag("h2", "What kvproxy changed"), "" if row["diff"] else "Nothing."]
+        weights = json.dumps(row.get("where it goes"), indent=1)
+        main += [tag("h2", "Where its tokens go"), tag("pre", weights)]
+        main += [tag("h2", "What kvproxy changed")]
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
-        if exchange.answer:
-            main += [tag("h2", "The answer begins"), tag("pre", exchange.answer)]
+        main += [tag("h2", "The answer begins"), tag("pre", exchange.answer or "-")]
         for name in ("received", "forwarded"):
-            size = f"{name}: {len(row[name]):,} characters"
-            main.append(DETAILS.format(size, html.escape(row[name][:BODY_SHOWN], False)))
+            shown = html.escape(row[name][:BODY_SHOWN], False)
+            main.append(DETAILS.format(f"{name}: {len(row[name]):,} characters", shown))
         more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json")
         return self.html(title, main, more)
 
     def headline(self, near: bool) -> tuple[str, str, str]:
         """What a person wants to know first, its tone, and as HTML the cause and what helps."""
-        metrics, known, server = self.proxy.metrics, self.proxy.backend.known, self.server()
+        metrics, known = self.proxy.metrics, self.proxy.backend.known
         if metrics.failure is not None:
             status, error, fault = metrics.failure
-            state = f"The last request failed ({status})"
-            state = state if status >= 400 else "The last answer broke off"
+            told = tag("p", error or fault, "soft") if near else ""
             if status == 503 or (status in (502, 504) and not error):
                 if known and "state" not in known:
                     return "The model server answers again", "fair", ""
-                words = "is not ready" if status == 503 else "does not answer"
-                state = f"The model server {words} ({status})"
-            return state, "bad", tag("p", error or fault, "soft") if near else ""
+                return f"The model server does not answer ({status})", "bad", told
+            state = f"The last request failed ({status})"
+            return state if status >= 400 else "The last answer broke off", "bad", told
         judged = [one for one in metrics.window if one.verdict.step != "first prompt"]
         judged = [one for one in judged if one.verdict.name != "cold"]
         if not judged:
             state = "Only first prompts so far" if metrics.window else "No prompt yet"
             if metrics.judged and not metrics.reported:
                 state = "The server does not report what it reused"
-            there = f"The model server answers at {server}."
-            there = there if known else f"No model server answers at {server}. {USUAL_PORTS}"
-            hint = f"{there} The address for your agent (Claude Code: without /v1):"
+            name = self.proxy.backend.name()
+            there = f"No model server answers at {name}. {USUAL_PORTS}"
+            there = f"The model server answers at {name}." if known else there
             url = self.proxy.url if near else self.proxy.url.replace("127.0.0.1", "THAT-MACHINE")
-            return state, "fair", tag("p", hint, "soft") + copied(f"{url}/v1")
+            return state, "fair", tag("p", f"{there} Address for agents:") + copied(f"{url}/v1")
         talk = metrics.window[-1].trace.conversation
         newest = [one for one in judged if one.trace.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
@@ -4485,34 +4483,32 @@ class Pages:
             names = ", ".join(dict.fromkeys(one.verdict.name for one in judged[-misses:]))
             state = f"The last {misses} prompts were read again: {names}"
         missed = [cause_html(one.verdict) for one in judged if near and one.missed]
-        hint = tag("p", f"{metrics.cause().capitalize()}.", "soft")
+        hint = tag("p", f"{metrics.cause().capitalize()}.")
         return state, "bad", hint + "".join(missed[-1:])
 
-    def server(self) -> str:
-        known = described(self.proxy.backend.known)
-        return self.proxy.backend.name() + (f": {known}" if known else "")
-
     def facts(self) -> str:
-        metrics, warmup = self.proxy.metrics, self.proxy.warmup
-        counts, programs = metrics.counts, warmup.wrong.copy().items()
-        saved, idle = counts["saved_seconds_total", ""], counts["idle_tokens_total", ""]
+        counts, backend, warmup = self.proxy.metrics.counts, self.proxy.backend, self.proxy.warmup
+        programs = warmup.wrong.copy().items()
+        saved = counts["saved_seconds_total", ""]
         facts = {
             "tokens reused": f"{counts['prompt_tokens_total', REUSED]:,}",
             "tokens read": f"{counts['prompt_tokens_total', READ_ANEW]:,}",
+            "tokens read in idle time": f"{counts['idle_tokens_total', '']:,}",
             "time saved, about": duration(saved) if saved else "",
-            "server": self.server(),
-            "warm-up": warmup.state if warmup.enabled else "",
+            "server": f"{backend.name()} {described(backend.known)}",
+            "warm-up": warmup.state,
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
-            "tokens read in idle time": f"{idle:,}" if idle else "",
         }
-        return defined(facts) + (tag("p", SAVED_BY, "soft") if saved else "")
+        pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
+        listed = f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
+        return listed + (tag("p", SAVED_BY, "soft") if saved else "")
 
     def learned(self) -> str:
         rows, learner = "", self.proxy.editor.lifter.learner
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
-            words += f"; saved {counted(learner.saved[shape.name()], 'long read')}"
-            rows += ITEM.format(tag("span", words), copied(setting))
+            words += f"; long reads saved: {learner.saved[shape.name()]}"
+            rows += ITEM.format(html.escape(words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:
@@ -4525,17 +4521,17 @@ class Pages:
 
     def row(self, exchange: Exchange, near: bool) -> str:
         """A request in the list, as HTML; one without a number is being served."""
-        number, usage, start = exchange.number, exchange.usage, exchange.started
-        facts = [f"tokens read: {read_of(usage)}", client_of(exchange), exchange.model]
+        number, start = exchange.number, exchange.started
+        facts = [f"tokens read: {read_of(exchange.usage)}", client_of(exchange), exchange.model]
         if exchange.status != 200:
             facts[0] = f"status {exchange.status or '-'}"
+        if not number:
+            facts[0] = f"running for {duration(time.monotonic() - start)}"
         for name, at in (("first byte", exchange.begun), ("all", exchange.ended)):
             facts += [f"{name} {duration(at - start)}"] if at else []
-        link = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
-        link = f'<a href="/kvproxy/requests/{number}">{link}</a>' if near else tag("span", link)
-        if not number:
-            facts[0], link = f"running for {duration(time.monotonic() - start)}", ""
-        spans = link + "".join(tag("span", fact) for fact in facts)
+        title = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
+        link = f'<a href="/kvproxy/requests/{number}">{title}</a>' if near else title
+        spans = link * bool(number) + "".join(tag("span", fact) for fact in facts)
         return ITEM.format(spans, verdict_html(exchange, near) if number else "")
 
 
@@ -4569,18 +4565,12 @@ def cause_html(verdict: Verdict) -> str:
 
 
 def tag(name: str, text: str, kind: str = "") -> str:
-    """An HTML element with a text; nothing for no text."""
     kind = f' class="{kind}"' if kind else ""
     return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
 
 
-def defined(facts: dict[str, str]) -> str:
-    pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
-    return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
-
-
 def copied(setting: str) -> str:
-    return COPY.format(html.escape(setting.partition(", which")[0])) if setting else ""
+    return COPY.format(html.escape(setting)) if setting else ""
 
 
 def client_of(exchange: Exchange) -> str:
@@ -4610,83 +4600,89 @@ def difference(before: list[Segment], after: list[Segment]) -> list[str]:
     return found
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
 # ==================================================================================================
 # Commands: demo, bench, check, inspect, serve
 # ==================================================================================================
 
-FILLER = ("box", "reads", "file", "patch", "server", "tests", "fail")
-BENCH_ROW = "{:16} {:>5} {:>9} {:>9} {:>9}"
 
+def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
+    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms of its
+    prompts. With --ahead it takes tool steps, and waits for `warmup`."""
+    run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
+    server, turns, times = model_server(config), list[Json](), list[float]()
 
-def play(name: str, url: str, args: Words, timeout: float) -> list[float]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms that
-    the prompts took. Raises OSError."""
-    run = uuid.uuid4().hex  # keeps runs apart in the server's cache
-    project = " ".join(random.Random(7).choices(FILLER, k=args.tokens))  # a token each
-    headers = {"User-Agent": f"kvproxy/{__version__}", **bearer(os.environ.get("API_KEY", ""))}
-    server, turns, times = Backend(Config(backend_url=url)), list[Json](), list[float]()
+    def ask(tokens: int) -> Json:
+        messages = [{"role": "system", "content": system}, *turns]
+        body: Json = {"model": "local", "messages": messages, "max_tokens": tokens, "stop": " "}
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+        status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
+        if status != 200:
+            raise OSError(f"The run broke off: {status or ''} {str(answer)[:200]}")
+        return members(answer)
+
     for turn in range(1, args.turns + 1):
         ids = {"schema": "openclaw.inbound_meta.v1", "message_id": str(uuid.uuid4())}
         block = f"## Inbound Context (trusted metadata)\n```json\n{json.dumps(ids, indent=2)}\n```"
         system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
-        stamp = time.strftime("[%a %Y-%m-%d %H:%M UTC]", time.gmtime(1771447680 + 61 * turn))
-        turns.append({"role": "user", "content": f"{stamp} Question {turn}, please."})
-        body: Json = {"model": "local", "max_tokens": 8, "temperature": 0}
-        body["messages"] = [{"role": "system", "content": system}, *turns]
+        text = f"[Wed 2026-02-18 20:{turn % 60:02} UTC] Question {turn}, please."
+        turns.append({"role": "user", "content": text})
         begun = time.monotonic()
-        status, answer = server.ask("/v1/chat/completions", timeout, dump(body), headers)
-        if status != 200:
-            raise OSError(f"{status or ''} {' '.join(str(answer)[:200].split())}")
-        usage, ms = usage_of([[members(answer)]]), 1000 * (time.monotonic() - begun)
-        choices = listed(members(answer).get("choices"))
-        said = members(members(choices[0]).get("message")) if choices else {}
-        turns.append(said or {"role": "assistant", "content": "ok"})
+        answer = ask(8)
+        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
+        if args.ahead:
+            look = {"name": "look", "arguments": "{}"}
+            calls = [{"id": f"call_{turn}", "type": "function", "function": look}]
+            thought = {"reasoning_content": project[:600], "content": "", "tool_calls": calls}
+            result = {"tool_call_id": f"call_{turn}", "content": project[:3000]}
+            turns += [{"role": "assistant", **thought}, {"role": "tool", **result}]
+            answer = ask(1024)
+        until = time.monotonic() + 3  # as long as a person reads, at least
+        while warmup and (warmup.prefill or time.monotonic() < until):
+            time.sleep(0.01)
+        text = "".join(words for words, _ in answer_parts(answer))
+        turns.append({"role": "assistant", "content": text or "ok"})
         times.append(usage.prompt_ms or ms)
-        cells = turn, usage.prompt, usage.read(), times[-1]
-        print(BENCH_ROW.format(name, *["-" if cell is None else f"{cell:,.0f}" for cell in cells]))
+        print(f"{name}, turn {turn}: {read_of(usage)} tokens read, {times[-1]:,.0f} ms")
+        if turn == 1 and name == "straight":
+            print(f"At this pace, about {duration(times[0] * args.turns / 1000)} more.")
     return times
 
 
-def compare(args: Words, config: Config, name: str) -> None:
-    """Play against config.backend_url, straight and then through kvproxy. Raises OSError."""
-    expected = duration(args.tokens * (args.turns + 1) / 400)
-    print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}, straight and then")
-    print(f"through kvproxy: {expected} on a server that reads 400 tokens a second.\n")
-    print(BENCH_ROW.format("", "turn", "prompt", "read", "ms"))
-    straight = play("straight", config.backend_url, args, config.read_timeout)
-    quiet: Json = {"warmup_file": "", "capture_file": "", "keepalive_seconds": 0}
-    quiet |= {"listen_host": "127.0.0.1", "listen_port": 0, "log_level": "error"}
-    with Proxy(dataclasses.replace(config, **quiet, prefill_ahead="0")) as proxy:
-        through = play("through kvproxy", proxy.url, args, config.read_timeout)
-    if sum(through[1:]):
-        times = sum(straight[1:]) / sum(through[1:])
-        print(f"\nFrom the second turn on the prompt is ready {times:.1f} times as fast.")
-
-
-def next_steps(config: Config, url: str) -> int:
-    """Tell what to do after a demo or a bench, to be copied; the same in every shell."""
-    port = config.listen_port or 1234
-    port += urllib.parse.urlsplit(url).port == port
-    python = os.path.basename(sys.executable or "python").removesuffix(".exe")
-    words = [f'"{word}"' if " " in word else word for word in (python, __file__)]
-    words += [f"BACKEND_URL={url}", *[f"LISTEN_PORT={port}"] * (port != 1234)]
-    print(f"\nWhat to do next:\n  {' '.join(words)}\n\nThen give your agent", end=" ")
-    print(f"http://127.0.0.1:{port}/v1 and open http://127.0.0.1:{port}/kvproxy")
+def compare(args: Words, config: Config, name: str, url: str) -> int:
+    """Play in two ways; `url`: of the user's server. Raises OSError."""
+    print(f"{args.turns} turns of about {args.tokens:,} tokens against {name}:\n")
+    ways = {"not ahead": "0", "read ahead": "1"} if args.ahead else {"through kvproxy": "0"}
+    runs = [] if args.ahead else [play("straight", config, args)]
+    quiet = Config(backend_url=config.backend_url, listen_port=0, log_level="error")
+    for way, ahead in ways.items():
+        with Proxy(dataclasses.replace(quiet, prefill_ahead=ahead)) as proxy:
+            there, warmup = dataclasses.replace(config, backend_url=proxy.url), proxy.warmup
+            runs.append(play(way, there, args, warmup if ahead == "1" else None))
+    before, after = (sum(times[1:]) for times in runs)
+    if after:
+        print(f"\nThe prompts of turn 2 and later: {before / after:.1f} times as fast.")
+    print(next_steps(config, url))
     return 0
 
 
+def next_steps(config: Config, url: str) -> str:
+    """How to put kvproxy in front of a server, in any shell."""
+    port = config.listen_port or 1234
+    port += urllib.parse.urlsplit(url).port == port
+    python = os.path.basename(sys.executable or "python").removesuffix(".exe")
+    there = f"http://127.0.0.1:{port}"
+    return (
+        f'\nWhat to do next:\n  {python} "{__file__}" BACKEND_URL={url} LISTEN_PORT={port}\n\n'
+        f"Then give your agent {there}/v1 and open {there}/kvproxy"
+    )
+
+
 class SimulatedServer(BaseHTTPRequestHandler):
-    """A llama-server of one slot, whose cache is the longest common prefix in words."""
+    """A llama-server of one slot, which caches the last prompt, in words."""
 
     slot: Sequence[str] = ()
 
@@ -4706,26 +4702,46 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 
 def command_demo(args: Words, config: Config) -> int:
-    """Play against a simulated server, straight and through a real proxy."""
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        compare(args, Config(backend_url=url), "a SIMULATED server (50 words a ms)")
+        there = f"http://127.0.0.1:{server.server_address[1]}"
+        simulated = dataclasses.replace(config, backend_url=there)
+        url = config.backend_url or CANDIDATES[0]
+        code = compare(args, simulated, "a SIMULATED server (50 words a ms)", url)
         server.shutdown()
-    return next_steps(config, config.backend_url or CANDIDATES[0])
+    return code
 
 
 def command_bench(args: Words, config: Config) -> int:
-    """The same conversation against BACKEND_URL."""
+    url = model_server(config).name()
+    return compare(args, dataclasses.replace(config, backend_url=url), url, url)
+
+
+def model_server(config: Config) -> Backend:
+    """The backend, asked what it is. Raises OSError."""
     backend = Backend(config)
-    try:
-        url = backend.locate().geturl()
-        compare(args, dataclasses.replace(config, backend_url=url), url)
-    except OSError as error:
-        why = f"{error}. Set BACKEND_URL, or smaller --tokens."
-        return failed(f"The run against {backend.name()} broke off: {why}")
-    return next_steps(config, url)
+    if not backend.describe(3.0, bearer(os.environ.get("API_KEY", ""))):
+        raise OSError(f"No model server answers at {backend.name()}. {USUAL_PORTS}")
+    return backend
+
+
+def command_check(args: Words, config: Config) -> int:
+    backend = model_server(config)
+    found = backend.known
+    print(f"{backend.name()}: {described(found)}")
+    keys, context = bearer(os.environ.get("API_KEY", "")), found.get("context")
+    slots = backend.ask("/slots", 3.0, None, keys)[1]
+    short = isinstance(context, int) and context < 32768
+    faults = {
+        "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
+        "cache_prompt is off: remove --no-cache-prompt.": "'cache_prompt': False" in str(slots),
+        "A title request takes its only slot: -np 2 gives it another.": found.get("slots") == 1,
+        "Agents send 16,000-60,000 tokens, more than fit: raise -c or lower -np.": short,
+    }
+    told = [f"- {advice}" for advice, fault in faults.items() if fault]
+    print("\n".join(told or ["- Nothing that it tells of hurts the cache."]))
+    return 0
 
 
 def failed(why: str) -> int:
@@ -4736,73 +4752,60 @@ def failed(why: str) -> int:
 
 # --- inspect: captures and llama-server logs ------------------------------------------------------
 
-LOG_SHAPES = [  # what a server's log line tells; llama.cpp old and new, ik_llama.cpp
+LOG_SHAPES = [  # what a server's log line tells; llama.cpp and ik_llama.cpp
     (name, re.compile(pattern))
     for name, pattern in (row.split(None, 1) for row in r"""
 slot    by \w+ similarity.{,80}?\b(?:f_)?sim\w{,9} = (?P<sim>[\d.]+)(?:.*f_keep = (?P<keep>[\d.]+))?
 slot    selected slot by (?P<lru>LRU)
-slot    slot is processing (?P<begins>task)
+slot    slot is processing task
 prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<tokens>\d+)
-counts  (?:n_past|n_tokens) = (?P<cached>\d+), new[ _]tokens = (?P<read>\d+)
 cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
 cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
-cached  kv cache rm \[(?P<cached>\d+), end\)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
-eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
-start   server is listening on|loading model""".strip().splitlines())
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens""".strip().splitlines())
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
-LOG_TYPES = {"sim": float, "keep": float, "ms": float, "lru": str, "forced": str, "begins": str}
-LOG_LINE = 16384  # bytes; longer lines are no log lines
-INSPECT_LINE = "{:>4} {:28} {:>9} {:>9} {:>6} {:>6}  {}"
-INSPECT_HEAD = INSPECT_LINE.format("#", "request", "prompt", "read", "sim", "keep", "what happened")
-INSPECT_END = """
-prompt, read: tokens (~ by its text); sim: share that an earlier prompt began with;
-keep: share of the slot's content that stayed.
-"""
+# sim: share that an earlier one began with; keep: share of the slot that stayed
+INSPECT_FACTS = ("tokens", "read", "sim", "keep")
 # None: not known; `cured`: whether kvproxy mends the `cause`.
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
-INSPECT_ROW |= dict.fromkeys(("tokens", "read", "sim", "keep", "ms", "cured"))
+INSPECT_ROW |= dict.fromkeys((*INSPECT_FACTS, "ms", "cured"))
 
 
 def command_inspect(args: Words, config: Config) -> int:
-    """What changed between requests, from a capture or a llama-server log."""
-    try:
-        path = os.path.expanduser(args.file)
-        file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
-    except OSError as error:
-        return failed(f"{args.file} cannot be read: {error.strerror or error}")
+    path = os.path.expanduser(args.file)
+    file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     number, reader, findings = 0, LogReader(config), dict[str, Json]()
+    if args.json:
+        print('{"requests": [')
     with file:
         for number, row in enumerate(reader.rows(file), 1):
-            if number == 1 and not args.json:
-                print(INSPECT_HEAD)
-            cells = [row[key] for key in ("tokens", "read", "sim", "keep")]
-            cells = ["-" if cell is None else f"{cell:,}" for cell in cells]
-            name = row["name"] + "~" * row["estimated"]
-            line = INSPECT_LINE.format(number, name, *cells, row["what"])
-            print(visible(json.dumps(row) if args.json else line))
+            facts = [f"{key} {row[key]:,}" for key in INSPECT_FACTS if row[key] is not None]
+            told = f"{number} {row['name']}: {', '.join(facts)}: {row['what']}"
+            print(visible("," * (number > 1) + json.dumps(row) if args.json else told))
             if row["cause"]:
-                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0, "advice": ""}
+                new = {"cause": row["cause"], "requests": 0, "tokens": 0, "cured": 0}
+                new["advice"] = row["cure"]
                 found = findings.setdefault(row["cause"], new)
                 found["requests"] += 1
                 found["tokens"] += row["read"] or 0
                 found["cured"] += bool(row["cured"])
-                found["advice"] = row["cure"] or found["advice"]
+    wasted = sorted(findings.values(), key=lambda found: -found["tokens"])
+    for found in wasted:
+        if found["cured"] == found["requests"]:
+            found["advice"] = "kvproxy cures this: send the requests through it."
+    if args.json:
+        print('], "findings": ' + visible(json.dumps(wasted)) + "}")
+        return 0
     if not number:
-        print("No request was recognised: neither a capture (JSON lines) nor a log (-lv 4).")
-        return 1
-    if not args.json:
-        print(INSPECT_END)
-        print("Findings, most tokens wasted first:" if findings else "Nothing was wasted.")
-        if findings and not reader.ledger.count:
-            print("First put kvproxy in front: it cures most of this.")
-    for found in sorted(findings.values(), key=lambda found: -found["tokens"]):
-        told = f"- {found['cause']}: {counted(found['requests'], 'request')}, "
-        told += f"kvproxy cures {found['cured']}, " * (found["cured"] > 0)
-        told += f"about {found['tokens']:,} tokens read. {found['advice']}"
-        print(visible(json.dumps(found) if args.json else told))
+        return failed("No request was recognised: no capture (JSON lines), no log (-lv 4).")
+    print("Findings, most tokens wasted first:" if wasted else "Nothing was wasted.")
+    if wasted and not reader.ledger.count:
+        print("First put kvproxy in front: it cures most.")
+    for found in wasted:
+        told = f"- {found['cause']}: requests {found['requests']}, tokens {found['tokens']:,}."
+        print(visible(f"{told} {found['advice']}"))
     return 0
 
 
@@ -4812,65 +4815,56 @@ class LogReader:
     def __init__(self, config: Config) -> None:
         self.config, self.editor, limit = config, Editor(config), config.ledger_mb << 20
         self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, as kvproxy sends it
-        self.ended, self.lost_at = 0.0, -1.0
         self.tasks: dict[str, Json] = {}  # what is known of each port's and slot's
         self.slots: dict[str, str] = {}  # that a port's log spoke of last
         self.longest: dict[str, int] = {}  # prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
-        """The rows of a file, one by one."""
         utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's >
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace") if utf16 else file
         while line := lines.readline(PARSE_LIMIT):
             yield from self.line(line)
-        yield from self.end()
+        for name in list(self.tasks):  # that no line ends
+            yield from self.finish(name)
 
     def line(self, raw: bytes) -> list[Json]:
-        """The rows that a line completes."""
         try:
             row = members(_strict.decode(raw.decode())) if raw.lstrip()[:1] == b"{" else {}
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
-            return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= LOG_LINE else []
+            return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= 16384 else []
         except (ValueError, RecursionError, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
     def captured(self, row: Json) -> list[Json]:
-        """The row of a captured request."""
         dialect, counting = dialect_of(row["path"])
         if dialect is None or counting:
             return []
-        body, now, status = row["body"], row.get("time"), row.get("status", 200)
+        body, status = row["body"], row.get("status", 200)
         view = view_of(json.loads(body) if isinstance(body, str) else body, dialect)
-        now = now if isinstance(now, (int, float)) else 0.0
         told = {**INSPECT_ROW, "name": f"{dialect.name}, {len(view.turns)} items"}
         if status not in (0, 200):
-            self.lost_at = now if status in (502, 503, 504) else self.lost_at
             return [{**told, "what": f"status {status}"}]
         side = side_of(view, members(row.get("headers")).get(AGENT_ID, ""))
-        prompt = Prompt(view, self.editor.replay.conversation(view), side, now)
+        prompt = Prompt(view, self.editor.replay.conversation(view), side)
         trace = self.editor.apply(view, Report())  # changes the view
         if trace.record is not None:
             trace.record.answer = ANY
         as_sent = self.cured.judge(Prompt(view, trace.conversation, side)).verdict
-        case, usage = self.ledger.judge(prompt, self.lost_at), usage_of([[row]])
-        case.idle, self.ended = (now - self.ended if self.ended else 0.0), now
+        case, usage = self.ledger.judge(prompt), usage_of([[row]])
         verdict, prompt.number = case.verdict, self.ledger.count
         settle(case, usage, self.config)
         if usage.read() is None:
             told["estimated"], usage.prompt = True, prompt.size // 4
             usage.cached = round(usage.prompt * verdict.share)
             verdict.name = "extended" if verdict.name == "not reported" else verdict.name
-        changed = verdict.name == "rewritten" and verdict.kind != "reasoning"
-        cured, line = changed and as_sent.name == "extended", verdict.line()
+        cured = verdict.name == "rewritten" and verdict.kind != "reasoning"
+        cured, line = cured and as_sent.name == "extended", verdict.line()
         told |= {"what": verdict.title() + f": {line}" * bool(line), "ms": usage.prompt_ms}
         told |= {"tokens": usage.prompt, "read": usage.read(), "sim": round(verdict.share, 3)}
         if line and not side and verdict.name in ("rewritten", "lost"):
-            told |= {
-                "cause": cause_of(verdict),
-                "cured": cured,
-                "cure": verdict.cure or verdict.advice,
-            }
+            told |= {"cause": cause_of(verdict), "cured": cured}
+            told["cure"] = verdict.cure or verdict.advice
         return [told]
 
     def logged(self, text: str) -> list[Json]:
@@ -4881,32 +4875,27 @@ class LogReader:
             self.slots[port] = f"slot {slot[1] or slot[2]}"
         hits = ((kind, hit) for kind, shape in LOG_SHAPES if (hit := shape.search(text)))
         kind, match = next(hits, ("", None))
-        if match is None or kind == "start":
-            return self.end(port) if kind else []
+        if match is None:
+            return []
         name, rows = port + self.slots.get(port, "slot ?"), list[Json]()
-        if kind in ("slot", "prompt", "counts") and "tokens" in self.tasks.get(name, ()):
+        if kind in ("slot", "prompt") and "tokens" in self.tasks.get(name, ()):
             rows = self.finish(name)  # the next task begins
         task = self.tasks.setdefault(name, {"port": port})
         for key, value in match.groupdict().items():
             if value and (kind in ("eval", "slot") or key not in task):
-                task[key] = LOG_TYPES.get(key, int)(value)
-        if kind in ("counts", "eval") and "tokens" not in task and "cached" in task:
+                task[key] = json.loads(value) if value[0].isdigit() else value
+        if kind != "eval":
+            return rows
+        if "tokens" not in task and "cached" in task:
             task["tokens"] = task["cached"] + task["read"]
-        return [*rows, *self.finish(name)] if kind == "eval" else rows
-
-    def end(self, port: str = "") -> list[Json]:
-        """The rows of tasks that no line ends: the log stops, or a port's server starts anew."""
-        names = [name for name in self.tasks if name.startswith(port)]
-        rows = [row for name in names for row in self.finish(name)]
-        self.longest.pop(port, None)
-        return rows
+        return self.finish(name)
 
     def finish(self, name: str) -> list[Json]:
         """The row of a slot's task, if a prompt was seen."""
-        task = self.tasks.pop(name)
-        tokens, read, sim, keep = (task.get(key) for key in ("tokens", "read", "sim", "keep"))
+        task = {**INSPECT_ROW, **self.tasks.pop(name), "name": name}
+        tokens, read, sim, keep = (task[key] for key in INSPECT_FACTS)
         if read is None and tokens is not None and "cached" in task:
-            read = tokens - task["cached"]
+            read = task["read"] = tokens - task["cached"]
         size, longest = tokens or read or 0, self.longest.get(task["port"], 0)
         self.longest[task["port"]] = max(size, longest)
         what, cause = "read" if tokens is None or read == tokens else "reused", ""
@@ -4920,26 +4909,23 @@ class LogReader:
                 what, cause = "first prompt of its length", ""
         elif keep is not None and keep < 0.9 and size * (1 - keep) > 64:
             what = cause = "slot cut"
-        row = {"tokens": tokens, "read": read, "sim": sim, "keep": keep, "ms": task.get("ms")}
-        row |= {"name": name, "what": what, "cause": cause, "cure": ADVICE.get(cause, "")}
-        return [{**INSPECT_ROW, **row}] if size else []
+        task |= {"what": what, "cause": cause, "cure": ADVICE.get(cause, "")}
+        return [task] if size else []
 
 
 def cause_of(verdict: Verdict) -> str:
-    """A name for a fault: the place, and the words before what changes."""
-    before, after = verdict.before or verdict.after, verdict.after or verdict.before
-    label = re.split(r"\d", before[: common_prefix(before, after)])[0][-24:].strip()
+    """A fault's place, and the words before what changes."""
     place = verdict.where.partition(" ")[0] if verdict.name == "rewritten" else verdict.name
+    shared = verdict.before[: common_prefix(verdict.before, verdict.after)]
+    label = re.split(r"\d", shared)[0][-24:].strip()
     return f"{place}, {verdict.kind}" + f": {label!r}" * (label != "" and place != "tools")
 
 
 def command_serve(args: Words, config: Config) -> int:
-    """Listen until Ctrl-C or SIGTERM, then let answers end."""
     proxy = Proxy(config)
     log, handler = proxy.log, cast(logging.Handler, logging.StreamHandler())
     if config.log_file:
-        tell = functools.partial(print, "kvproxy:", file=sys.stderr)
-        handler = PrivateFile("LOG_FILE", config.log_file, tell)
+        handler = PrivateFile("LOG_FILE", config.log_file, failed)
     form = "%(asctime)s %(levelname)s %(request)s%(message)s"
     handler.setFormatter(logging.Formatter(form, defaults={"request": ""}))
     log.addHandler(handler)
@@ -4947,14 +4933,12 @@ def command_serve(args: Words, config: Config) -> int:
         proxy.start()
     except OSError as error:
         where = f"Port {config.listen_port} on {config.listen_host} cannot be used"
-        return failed(f"{where}: {error.strerror or error}. Set LISTEN_PORT or LISTEN_HOST.")
-    running = threading.Lock()  # KeyboardInterrupt would be lost where Python ignores exceptions
-    running.acquire()
+        return failed(f"{where}: {error.strerror or error}. {taken_by(config)}")
+    ended = list[int]()  # KeyboardInterrupt would be lost where Python ignores exceptions
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.default_int_handler)  # a second one does not wait for answers
-        if running.locked():
-            running.release()
+        ended.append(number)
 
     for name in ("SIGINT", "SIGTERM", "SIGBREAK"):  # Windows has no SIGTERM, Unix no SIGBREAK
         number = getattr(signal, name, None)
@@ -4965,24 +4949,37 @@ def command_serve(args: Words, config: Config) -> int:
         log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:
         proxy.backend.lost()
-        where = proxy.backend.name()
-        log.warning("backend: none answers yet at BACKEND_URL %s. %s", where, USUAL_PORTS)
-    while not running.acquire(timeout=0.5):
-        pass  # Windows runs the handlers between the waits only
+        log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), USUAL_PORTS)
+    while not ended:
+        time.sleep(0.1)
     log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
     proxy.stop()
     return 0
 
 
+def taken_by(config: Config) -> str:
+    """What to do about a port that something else has."""
+    url = url_of(config.listen_host, str(config.listen_port))
+    there = Backend(config)
+    there.url = urllib.parse.urlsplit(url)
+    if "warmup" in members(there.ask("/kvproxy/health")[1]):
+        return f"kvproxy runs there already: {url}/kvproxy"
+    if (owner := there.describe().get("product")) in OWNERS.values():
+        return f"{owner} has it.\n{next_steps(config, url)}"
+    return "Set LISTEN_PORT or LISTEN_HOST."
+
+
 COMMANDS = {
     "serve": (command_serve, "listen and forward (the default)"),
     "demo": (command_demo, "show the effect on a simulated server"),
-    "bench": (command_bench, "measure the effect on BACKEND_URL (API_KEY: its key)"),
-    "inspect": (command_inspect, "explain a capture or a llama-server log: FILE; - is stdin"),
+    "bench": (command_bench, "measure the effect on BACKEND_URL (with API_KEY)"),
+    "check": (command_check, "tell what hurts the cache of BACKEND_URL"),
+    "inspect": (command_inspect, "explain a capture or llama-server log: FILE; - is stdin"),
 }
 OPTIONS = {
-    "--json": "inspect prints lines of JSON: requests, then findings",
-    "--tokens": "demo and bench: length of the prompt [6000; bench: 16000]",
+    "--json": "inspect prints JSON",
+    "--ahead": "bench shows what PREFILL_AHEAD=1 gains",
+    "--tokens": "demo and bench: tokens of the prompt [6000]",
     "--turns": "demo and bench: turns [5]",
     "--version": "print the version",
     "--help": "print this",
@@ -4991,13 +4988,12 @@ OPTIONS = {
 
 @dataclasses.dataclass
 class Words:
-    """A command line."""
-
     command: str = ""
     file: str = ""
-    tokens: int = 0
+    tokens: int = 6000
     turns: int = 5
     json: bool = False
+    ahead: bool = False
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -5013,35 +5009,30 @@ def read_words(words: Iterable[str]) -> Words:
             if not re.fullmatch("[1-9][0-9]{,8}", value):
                 raise ConfigError(f"{name}: must be at least 1")
             setattr(args, name[2:], int(value))
-        elif word == "--json":
-            args.json = True
+        elif word in ("--json", "--ahead"):
+            setattr(args, word[2:], True)
         elif word in ("--help", "--version", "-h") or (word in COMMANDS and not args.command):
             args.command = word
         elif args.command == "inspect" and not args.file and not word.startswith("--"):
             args.file = word
-        elif word in COMMANDS:
-            raise ConfigError("one command at a time")
         else:
             names = [*COMMANDS, *(f"{name.lower()}=" for name, _, _ in Config.table())]
-            url = ":" in word and URL.fullmatch(word)
-            wanted = "backend_url=" if url else name.strip("-").replace("-", "_")
-            near = " or ".join(difflib.get_close_matches(wanted.lower(), names, 2, 0.5))
-            told = f"nearest: {near}" if near else "--help lists all"
-            raise ConfigError(f"{name} is no command, setting or option; {told}")
+            wanted = name.partition(":")[0].strip("-").replace("-", "_").lower()
+            near = difflib.get_close_matches(wanted, names, 2, 0.5)
+            near += ["backend_url="] * bool(":" in word and URL.fullmatch(word))
+            told = f"nearest: {' or '.join(near)}" if near else "--help lists all"
+            raise ConfigError(f"{name} means nothing here; {told}")
     if args.command == "inspect" and not args.file:
         raise ConfigError("inspect needs a FILE; - reads stdin")
-    args.tokens = args.tokens or (6000 if args.command == "demo" else 16000)
     return args
 
 
 def usage_text() -> str:
-    """What --help prints."""
     width = max(40, min(118, shutil.get_terminal_size().columns - 1))
-    rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(OPTIONS.items())
-    for name, default, text in Config.table():
-        rows.append((name, text + f" [{default}]" * bool(default)))
+    rows = {name: text for name, (_, text) in COMMANDS.items()} | OPTIONS
+    rows |= {n: text + f" [{default}]" * bool(default) for n, default, text in Config.table()}
     lines = ["usage: kvproxy.py [NAME=VALUE ...] [COMMAND] [OPTION ...]"]
-    for name, text in rows:
+    for name, text in rows.items():
         lines.append(textwrap.fill(f"  {name:21} {text}", width, subsequent_indent=" " * 24))
     return "\n".join(lines)
 
@@ -5056,17 +5047,18 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvproxy {__version__}" if args.command == "--version" else usage_text())
             return 0
         for name, wanted in misspelt(os.environ):
-            failed(f"kvproxy: the variable {name} is no setting: is {wanted} meant?")
+            failed(f"kvproxy: {name} is no setting: is {wanted} meant?")
         config = Config.from_env({**os.environ, **args.settings})
         return COMMANDS[args.command or "serve"][0](args, config)
     except ConfigError as error:
-        print(f"kvproxy: {error}", file=sys.stderr)
-        return 2
+        return 1 + failed(f"kvproxy: {error}")
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout has seen enough: `inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return failed(f"kvproxy: {error}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ with llama_with(1) as server, tempfile.TemporaryDirectory() as profile:
     config = kvproxy.Config(backend_url=server.url, listen_port=0, log_level="error")
     with kvproxy.Proxy(config) as proxy:
         args = kvproxy.Words(command="bench", tokens=2500, turns=4)
-        kvproxy.play("page", proxy.url, args, 600.0)
+        kvproxy.play("page", kvproxy.Config(backend_url=proxy.url), args)
         subprocess.run(
             ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=960,720"]
             + [f"--user-data-dir={profile}", f"--screenshot={TARGET}", proxy.url + "/kvproxy"],
