@@ -3656,6 +3656,8 @@ class Proxy:
         case, exchange.case = exchange.case, None
         if case:
             ask = missing_tokens(case, exchange.usage) and not self.running
+            if ask and not self.backend.known:
+                self.backend.describe(1.0)
             if exchange.stream and exchange.begun:
                 case.first_byte = exchange.begun - exchange.sent
             settle(case, exchange.usage, self.config)
@@ -4496,7 +4498,7 @@ class Pages:
             "tokens read in idle time": f"{counts['idle_tokens_total', '']:,}",
             "time saved, about": duration(saved) if saved else "",
             "server": f"{backend.name()} {described(backend.known)}",
-            "warm-up": warmup.state,
+            "warm-up": warmup.state if warmup.enabled else "",
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
         }
         pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
@@ -4614,12 +4616,13 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
     prompts. With --ahead it takes tool steps, and waits for `warmup`."""
     run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
     server, turns, times = model_server(config), list[Json](), list[float]()
+    keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
 
     def ask(tokens: int) -> Json:
         messages = [{"role": "system", "content": system}, *turns]
         body: Json = {"model": "local", "messages": messages, "max_tokens": tokens, "stop": " "}
         body["chat_template_kwargs"] = {"enable_thinking": False}
-        status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body))
+        status, answer = server.ask("/v1/chat/completions", config.read_timeout, dump(body), keys)
         if status != 200:
             raise OSError(f"The run broke off: {status or ''} {str(answer)[:200]}")
         return members(answer)
@@ -4762,7 +4765,8 @@ prompt  new prompt, n_ctx_slot.{,80}?(?:task\.n_tokens|n_prompt_tokens) = (?P<to
 cached  (?:n_past|n_tokens) = (?P<cached>\d+), memory_seq_rm
 cached  kv cache rm \[p0, end\).{,120}?\bp0=(?P<cached>\d+)
 full    [Ff]orcing full prompt (?P<forced>re-processing(?: due to [^(\n]*)?)
-eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens""".strip().splitlines())
+eval    prompt eval(?: time)?\s*[=:]\s*(?P<ms>[\d.]+) ?ms\s*[/,]\s*(?P<read>\d+) tokens
+""".strip().splitlines())
 ]  # fmt: skip
 LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
@@ -4949,7 +4953,8 @@ def command_serve(args: Words, config: Config) -> int:
         log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:
         proxy.backend.lost()
-        log.warning("backend: none answers yet at %s. %s", proxy.backend.name(), USUAL_PORTS)
+        told = f"{proxy.backend.name()}. Is BACKEND_URL right? {USUAL_PORTS}"
+        log.warning("backend: none answers yet at %s", told)
     while not ended:
         time.sleep(0.1)
     log.info("stopping: answers in progress may end (%d s)", DRAIN_SECONDS)
