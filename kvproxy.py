@@ -28,6 +28,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import errno
 import functools
 import hashlib
 import html
@@ -64,9 +65,9 @@ __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 Json = dict[str, Any]
 
 
-# ==================================================================================================
+# ====================================================
 # Configuration: one dataclass
-# ==================================================================================================
+# ====================================================
 
 
 class ConfigError(ValueError):
@@ -205,9 +206,9 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-# ==================================================================================================
+# ====================================================
 # Dialects: four request shapes, one view
-# ==================================================================================================
+# ====================================================
 
 
 class Dialect(NamedTuple):
@@ -506,9 +507,9 @@ class Report:
         return sum(counts.values())
 
 
-# ==================================================================================================
+# ====================================================
 # Scrub: take out what never helps the model
-# ==================================================================================================
+# ====================================================
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
 LONG_PROMPT = 2000  # characters: less is read again in no time
@@ -783,10 +784,9 @@ def scrub(
         return payload, Report(note=str(error))
 
 
-# ==================================================================================================
-# Lift: what varies in the system prompt moves to the newest user turn, so that every conversation
-# shares its front
-# ==================================================================================================
+# ====================================================
+# Lift: what varies in the system prompt moves to the newest user turn
+# ====================================================
 
 Piece = tuple[list[Span], str]  # where it stands, and what it says
 
@@ -799,7 +799,7 @@ class Lift(NamedTuple):
     fenced: bool = False  # counts in fences as well
 
 
-# 2026-12-01; 12/1/2026; December 1, 2026; Tue Dec 01 2026; Tuesday, December 1, 2026
+# 2026-12-01; 12/1/2026; Tue Dec 01 2026; Tuesday, December 1, 2026
 _DATE = (
     r"(?:\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}"
     r"|(?:[A-Z][a-z]{2,8},? )?[A-Z][a-z]{2,8} \d{1,2},? \d{4})"
@@ -1127,9 +1127,9 @@ class Lifter:
         return found
 
 
-# ==================================================================================================
+# ====================================================
 # Replay: history is sent again as it was sent
-# ==================================================================================================
+# ====================================================
 
 # Of each line of requests the last one is recorded. A request that goes on from it has its units
 # restored up to the first that its client really changed. Then what was lifted is set down.
@@ -1881,9 +1881,9 @@ class Tools:
         return True
 
 
-# ==================================================================================================
+# ====================================================
 # Explain: how much of a prompt was reused, and why not more
-# ==================================================================================================
+# ====================================================
 
 
 @dataclasses.dataclass
@@ -2511,26 +2511,30 @@ def rendered_otherwise(verdict: Verdict, base: Prompt, before: str, now: str) ->
         verdict.before, verdict.after = around(before, at), around(now, at)
 
 
-def weights_of(segments: list[Segment], tokens: int | None) -> Json:
-    """Where tokens go, by the share of characters."""
-    sizes = {"system": 0, "tool": 0, "turn": 0}
-    tools = dict[str, int]()
+def weights_of(
+    segments: list[Segment], tokens: int | None, count: Callable[[str], int | None]
+) -> Json:
+    """Where the tokens of a prompt go: system, tools with the five largest, turns. What the server
+    does not `count` is estimated from the characters."""
+    parts: dict[str, list[str]] = {"system": [], "tool": [], "turn": []}
     for name, text in segments:
-        kind, _, tool = name.partition(" ")
-        sizes[kind] += len(text)
-        if kind == "tool":
-            tools[tool] = len(text)
-    rate = (tokens or 0) / (sum(sizes.values()) or 1) or 0.25
-    system, of_tools, turns = [round(rate * size) for size in sizes.values()]
-    five = sorted(tools.items(), key=lambda tool: -tool[1])[:5]
-    largest = {tool: round(rate * size) for tool, size in five}
-    row = {"system": system, "tools": of_tools, "turns": turns}
-    return {**row, "estimated": True, "largest tools": largest}
+        parts[name.partition(" ")[0]].append(text)
+    tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
+    largest = sorted(tools, key=lambda tool: -len(tool[1]))[:5]
+    texts = [*map("\n".join, parts.values()), *[text for _, text in largest]]
+    numbers = list(itertools.takewhile(lambda n: n is not None, map(count, texts)))
+    estimated = len(numbers) < len(texts)
+    if estimated:
+        rate = (tokens or 0) / (sum(map(len, texts[:3])) or 1) or 0.25
+        numbers = [round(rate * len(text)) for text in texts]
+    row: Json = dict(zip(("system", "tools", "turns"), numbers, strict=False))
+    of_tools = dict(zip([name for name, _ in largest], numbers[3:], strict=True))
+    return {**row, "estimated": estimated, "largest tools": of_tools}
 
 
-# ==================================================================================================
+# ====================================================
 # Relay: HTTP on both sides, with http.server and http.client; each override says what it mends
-# ==================================================================================================
+# ====================================================
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
@@ -3249,9 +3253,9 @@ class Exchange:
         return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
 
-# ==================================================================================================
+# ====================================================
 # Server: the backend, the listening socket, and Proxy, which everything hangs on
-# ==================================================================================================
+# ====================================================
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
@@ -3421,6 +3425,15 @@ class Server(ThreadingHTTPServer):
         with self.guard:
             self.held += size
             return self.held <= self.most_held
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self.make_room()
+                time.sleep(0.05)  # socketserver would try again at once and burn a core
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.open) < self.most_open or self.make_room():
@@ -3638,6 +3651,7 @@ class Proxy:
         full = exchange.status in (200, 400) and CONTEXT_FULL.search(error)
         exchange.error += CONTEXT_ADVICE if full else ""
         exchange.error += TWICE_V1 if exchange.request.path.startswith("/v1/v1/") else ""
+        exchange.error = exchange.error.strip()
         if record := trace.record:
             record.answer, record.tap = heard_answer(events) if answered else None, None
             if record.answer:
@@ -3878,7 +3892,7 @@ class Metrics:
             oldest.received = oldest.forwarded = None
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files ---
 
 # Names of headers, parameters and members whose values are not written down.
 SECRET_NAME = re.compile(
@@ -3968,7 +3982,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
             tell(f"{self.setting}: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
 
 
-# --- prompts that the server reads in idle time ---------------------------------------------------
+# --- prompts that the server reads in idle time ---
 
 # What stands in front of a prompt's turns, or decides how they are written.
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
@@ -4139,8 +4153,8 @@ class Warmup:
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
-        """Have a request that begins with what the server is reading wait for that: a cancel would
-        be noticed late. Any other ends it, unless a client waits. `watch` may raise ClientGone."""
+        """Have a request that begins with what the server is reading wait for that; any other ends
+        it, unless a client waits. `watch` may raise ClientGone."""
         view, path = exchange.view, exchange.request.path.partition("?")[0]
         if exchange.counting or exchange.request.method in ("GET", "HEAD", "OPTIONS"):
             return
@@ -4265,9 +4279,9 @@ class Warmup:
                 os.unlink(name)
 
 
-# ==================================================================================================
+# ====================================================
 # Status: the proxy's own endpoints, under /kvproxy
-# ==================================================================================================
+# ====================================================
 
 PAGE = """<!doctype html>
 <html lang="en"><meta name="viewport" content="width=device-width">
@@ -4399,8 +4413,17 @@ class Pages:
             if dialect and len(raw) <= DIFF_BYTES and values <= max(10_000, 8 * len(raw)):
                 with suppress(Unreadable, RecursionError):
                     prompts.append(Prompt(view_of(parse(raw), dialect)).segments)
+
+        def count(text: str) -> int | None:
+            if self.proxy.running:
+                return None
+            keys, question = keys_of(exchange.request), dump({"content": text})
+            answer = self.proxy.backend.ask("/tokenize", 3.0, question, keys)[1]
+            tokens = members(answer).get("tokens")
+            return len(tokens) if isinstance(tokens, list) else None
+
         if len(prompts) == 2:
-            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt)
+            row["where it goes"] = weights_of(prompts[1], exchange.usage.prompt, count)
             row["diff"] = difference(*prompts)
         return row
 
@@ -4606,14 +4629,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
-# ==================================================================================================
+# ====================================================
 # Commands: demo, bench, check, inspect, serve
-# ==================================================================================================
+# ====================================================
 
 
 def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
-    """Play an agent like OpenClaw, whose ids and stamps change on every turn; returns the ms of its
-    prompts. With --ahead it takes tool steps, and waits for `warmup`."""
+    """Play an agent like OpenClaw; returns the ms of its prompts. --ahead: with tool steps."""
     run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
     server, turns, times = model_server(config), list[Json](), list[float]()
     keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
@@ -4753,7 +4775,7 @@ def failed(why: str) -> int:
     return 1
 
 
-# --- inspect: captures and llama-server logs ------------------------------------------------------
+# --- inspect: captures and llama-server logs ---
 
 LOG_SHAPES = [  # what a server's log line tells; llama.cpp and ik_llama.cpp
     (name, re.compile(pattern))

@@ -1217,6 +1217,31 @@ def llama() -> Iterator[Llama]:
         yield made
 
 
+@pytest.mark.parametrize("owner", ["kvproxy", "LM Studio", "llama-server", "other", "silent"])
+def test_config_taken_port_tells_by_whom(rig: MakeRig, capsys: Capsys, owner: str) -> None:
+    owners = {"LM Studio": "organization_owner", "llama-server": "llamacpp", "other": "me"}
+
+    def script(link: Link, seen: Seen) -> None:
+        if owner == "silent":
+            return link.close()
+        if not seen.target.startswith("/v1/models"):
+            return link.reply({"error": "what?"}, 404)
+        link.reply({"data": [{"id": "m", "owned_by": owners[owner]}]})
+
+    one = rig(script if owner != "kvproxy" else None)
+    port = one.port if owner == "kvproxy" else one.server.port
+    assert kvproxy.main([f"LISTEN_PORT={port}", "BACKEND_URL=http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr().err
+    assert str(port) in told
+    if owner == "kvproxy":
+        assert f"kvproxy runs there already: http://127.0.0.1:{port}/kvproxy" in told
+    elif owner in ("other", "silent"):
+        assert "Set LISTEN_PORT" in told
+    else:
+        line = f"BACKEND_URL=http://127.0.0.1:{port} LISTEN_PORT={port + 1}"
+        assert f"{owner} has it." in told and line in told
+
+
 def test_config_taken_port(rig: MakeRig, capsys: Capsys) -> None:
     port = rig().port
     assert kvproxy.main([f"LISTEN_PORT={port}", "BACKEND_URL=http://127.0.0.1:9"]) == 1
@@ -8155,6 +8180,35 @@ def ex_caching(ms_per_token: float = 2.0) -> Script:
     return script
 
 
+def test_explain_diagnostic_headers(rig: MakeRig) -> None:
+    one = rig(ex_caching(), **STAMPED_OFF)
+    first, second = ex_talk(2)
+    first["messages"][1]["content"] = (
+        "[Wed 2026-02-18 20:48 UTC] " + first["messages"][1]["content"]
+    )
+    plain = one.post(EX_CHAT_PATH, first)
+    assert not [name for name, _ in plain.headers if name.lower().startswith(b"x-kvproxy")]
+    answer = one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: true\r\n")
+    assert "ts_removed=0 " in answer.get("X-KVProxy-Removed")
+    assert answer.get("X-KVProxy-Replayed") == "0" and answer.get("X-KVProxy-Verdict") == "extended"
+    assert 0.5 < float(answer.get("X-KVProxy-Prefix")) < 1
+    answer = one.post(
+        EX_CHAT_PATH,
+        ex_chat("[Wed 2026-02-18 20:48 UTC] Other words."),
+        "x-cache-diagnostic: true\r\n",
+    )
+    assert (
+        "regex_removed=1 " in answer.get("X-KVProxy-Removed")
+        and answer.get("X-KVProxy-Verdict") == "new branch"
+    )
+    answer = one.post(EX_CHAT_PATH, b"{", "X-Cache-Diagnostic: true\r\n")
+    assert answer.get("X-KVProxy-Verdict") is None and answer.get("X-KVProxy-Replayed") == "0"
+    assert (
+        one.post(EX_CHAT_PATH, second, "X-Cache-Diagnostic: 0\r\n").get("X-KVProxy-Verdict") is None
+    )
+    assert one.server.seen[1].get("X-Cache-Diagnostic") == "true"  # transparent
+
+
 # --- the ledger in the proxy ----------------------------------------------------------------------
 
 
@@ -10788,6 +10842,27 @@ def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> 
         answer = made.get("/")
     assert answer.status == 503 and answer.get("Retry-After")
     relay_alive(made)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS])
+def test_server_no_descriptor_does_not_spin(rig: MakeRig, monkeypatch: Patch, number: int) -> None:
+    """accept() fails again and again while the connection waits: there is a pause each time, and
+    then it is served."""
+    made = rig()
+    calls = [0]
+    accept = socketserver.TCPServer.get_request
+
+    def failing(server: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= 5:
+            raise OSError(number, "none left")
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", failing)
+    begun = time.monotonic()
+    assert made.get("/").status == 200
+    assert time.monotonic() - begun >= 0.2
+    assert calls[0] == 6
 
 
 def test_server_no_descriptor_for_the_server(rig: MakeRig, monkeypatch: Patch) -> None:
@@ -13971,6 +14046,25 @@ def test_status_prompts_stay_on_this_machine(rig: MakeRig, peer: str, status: in
         assert status == 200 or b"secret prompt" not in answer[1]
 
 
+def test_status_where_a_prompt_goes_as_the_server_counts(rig: MakeRig) -> None:
+    """The server is asked when the page is opened, with the client's key; not while it works."""
+    tools = [tool_of("chat", f"t{n}", "word " * 50 * n) for n in range(7)]
+    one = rig(ex_llama(ex_template))
+    body = ex_chat("one two three", system="be good", tools=tools)
+    ex_exchange(one, EX_CHAT_PATH, [body], "Authorization: Bearer k1\r\n")
+    found = one.get("/kvproxy/requests/1.json").json()["where it goes"]
+    assert (found["system"], found["turns"], found["estimated"]) == (2, 3, False)
+    counts = {tool["function"]["name"]: len(json.dumps(tool).split()) for tool in tools}
+    assert found["tools"] == sum(counts.values())
+    assert found["largest tools"] == {f"t{n}": counts[f"t{n}"] for n in (6, 5, 4, 3, 2)}
+    asked = [seen for seen in one.server.seen if seen.target == "/tokenize"]
+    assert {seen.get("Authorization") for seen in asked} == {"Bearer k1"} and len(asked) == 8
+    assert "<h2>Where its tokens go</h2>" in one.get("/kvproxy/requests/1").body.decode()
+    one.proxy.active[object()] = None
+    assert one.get("/kvproxy/requests/1.json").json()["where it goes"]["estimated"] is True
+    assert len([seen for seen in one.server.seen if seen.target == "/tokenize"]) == 16
+
+
 def test_status_where_a_prompt_goes(rig: MakeRig) -> None:
     """System, tools and turns in tokens: estimated from the characters, and said so."""
     tools = [tool_of("chat", f"t{n}", "x" * 50 * n) for n in range(7)]
@@ -14131,6 +14225,15 @@ def test_status_shows_a_servers_error(rig: MakeRig, status: int, answer: Any, to
     assert all(row["error"] in text for text in (*shown, one.log.lines[0]))
     assert not any("12345678" in text for text in (*shown, *one.log.lines))
     assert row["error"] not in one.get("/kvproxy", "Via: 1.1 box\r\n").body.decode()
+
+
+def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
+    one = rig(lambda link, seen: link.reply({"error": "Unexpected endpoint"}), log_level="info")
+    one.post("/v1/v1/chat/completions", ex_chat(EX_HI))
+    one.finished(1)
+    hint = "/v1 stands there twice: leave it out of the agent's base URL"
+    assert one.log.lines[0].endswith(f"status=200 | (kvproxy: {hint})")
+    assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
 
 
 def test_server_keeps_the_lines_of_a_request_together(rig: MakeRig) -> None:
@@ -14995,6 +15098,43 @@ def ex_answers(
     return script
 
 
+def test_commands_check_llama_server(monkeypatch: Patch, capsys: Capsys) -> None:
+    slots = [{"id": 0, "n_ctx": 16384, "is_processing": True, "params": {"n_predict": -1}}]
+    code, out = ex_check(
+        monkeypatch,
+        capsys,
+        ex_answers({"/props": EX_PROPS, "/slots": slots, "/v1/models": EX_MODELS}),
+    )
+    assert (
+        code == 0
+        and out.splitlines()[0]
+        == "URL: llama-server, build b11549-abc, slots 1, context 16384, model big-q4.gguf"
+    )
+    assert "-np 2" in out and "16,000-60,000" in out and len(out.splitlines()) == 3
+
+
+def test_commands_check_of_several_slots(monkeypatch: Patch, capsys: Capsys) -> None:
+    props = {**EX_PROPS, "total_slots": 4, "default_generation_settings": {"n_ctx": 65536}}
+    slots = [{"id": 0, "is_processing": False, "params": {"cache_prompt": False}}]
+    code, out = ex_check(
+        monkeypatch, capsys, ex_answers({"/props": props, "/slots": slots, "/v1/models": EX_MODELS})
+    )
+    assert (
+        code == 0
+        and "cache_prompt is off" in out
+        and "-sps" not in out
+        and "less than agents send" not in out
+    )
+
+
+def test_commands_check_names_llama_swap(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"data": [{"id": "qwen", "object": "model", "owned_by": "llama-swap"}]}
+    code, out = ex_check(monkeypatch, capsys, ex_answers({"/v1/models": models}))
+    assert code == 0 and out.splitlines()[0] == "URL: llama-swap, model qwen"
+
+
 def ex_described(script: Script) -> str:
     """What is told of a server."""
     server = FakeServer(script)
@@ -15112,6 +15252,23 @@ def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> 
     monkeypatch.setenv("BACKEND_URL", url)
     assert kvproxy.main(["check"]) == 1
     assert f"No model server answers at {url}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"x",
+        b'{"data": 5}',
+        b"[]",
+        b'{"data": [7]}',
+        b'{"default_generation_settings": 3, "total_slots": "x"}',
+    ],
+)
+def test_commands_check_of_something_else(
+    monkeypatch: Patch, capsys: Capsys, answer: bytes
+) -> None:
+    code, out = ex_check(monkeypatch, capsys, lambda link, seen: link.reply(answer))
+    assert code in (0, 1) and out.startswith("URL: ")
 
 
 # --- demo -----------------------------------------------------------------------------------------
