@@ -2454,8 +2454,7 @@ _KINDS = "the model is hybrid, recurrent or sliding-window"
 ADVICE = {
     "away": "the server was away|warmup_file|WARMUP_FILE has it read prompts after a start",
     "taken": "came in between: -np or a larger --cache-ram keeps both",
-    "idle": "nothing was sent for minutes, and an idle server may unload"
-    "|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
+    "idle": "an idle server may unload|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "not all kept": "the server was restarted, its cache is off (--cache-ram 0), the template"
     f" renders old turns otherwise, or {_KINDS}, without a checkpoint there (--ctx-checkpoints)",
     "template": "a template that keeps old turns (--chat-template-file) helps"
@@ -3440,7 +3439,7 @@ class Server(ThreadingHTTPServer):
             self.open.add(request)
             with suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS); try again soon.")
+        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS).")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         head += b"Content-Length: %d\r\nRetry-After: 1\r\nConnection: close\r\n\r\n" % len(body)
         with suppress(OSError):
@@ -3980,6 +3979,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
         tell, self.tell = self.tell, lambda text: None
         with suppress(OSError):
             tell(f"{self.setting}: {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
+            self.close()  # drops what could not be written
 
 
 # --- prompts that the server reads in idle time ---
