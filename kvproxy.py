@@ -12,7 +12,9 @@ their prompts. Run it (--help shows more):
     python kvproxy.py BACKEND_URL=http://127.0.0.1:8080    serve on 127.0.0.1:1234
 
 The cache reuses a prompt only up to the first byte that differs from the last one. So kvproxy
-forwards prompts that begin with what the server has already read.
+forwards prompts that begin with what the server has already read. From a program:
+
+    with Proxy(Config(backend_url="http://127.0.0.1:8080", listen_port=0)) as proxy: ...
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class Config:
     backend_url: str = setting("", "unset: what answers on port 8080, 9931 or 12345")
     scrub: bool = setting(True, "0 edits nothing")
     strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
-    strip_timestamps: str = setting("auto", "drop its stamps; auto: if REPLAY=0", "auto", "0", "1")
+    strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
     strip_billing: bool = setting(True, "drop Claude Code's billing header")
     strip_regex: tuple[str, ...] = setting((), "cut out of system, user; more: STRIP_REGEX_2, ...")
     system_first: bool = setting(True, "one system text, at the front")
@@ -101,7 +103,7 @@ class Config:
     ledger_mb: int = setting(64, "MB for prompts to compare with", 1, 65536)
     keep_requests: int = setting(50, "requests on the status page", 0, 10000)
     warn_reuse: float = setting(0.5, "warn below this hit rate of 20 requests", 0, 1)
-    capture_file: str = setting("", "append requests to it, no secrets")
+    capture_file: str = setting("", "append requests to this file, no secrets")
     capture_mb: int = setting(100, "MB at which it is rotated", 1, 1000000)
     warmup_file: str = setting("", "remember heads here for the next start")
     warmup_heads: int = setting(4, "how many heads", 1, 64)
@@ -115,7 +117,7 @@ class Config:
     max_connections: int = setting(2048, "clients at a time; idle ones give way", 1, 100000)
     allowed_hosts: str = setting("", "more Host names, between commas")
     log_level: str = setting("info", "verbosity", "debug", "info", "warning", "error")
-    log_file: str = setting("", "append the log to it; unset: stderr")
+    log_file: str = setting("", "append the log to this file; unset: stderr")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -1015,7 +1017,7 @@ class Learner:
         self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
         self.texts: collections.deque[list[str]] = collections.deque(maxlen=16)
         self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
-        self.values: dict[str, str] = {}  # the last ones of shapes, by their labels
+        self.values: dict[str, str] = {}  # the last ones, by labels
         self.saved: collections.Counter[str] = collections.Counter()  # misses, by labels
         self.lock = threading.Lock()
 
@@ -1086,12 +1088,12 @@ class Lifter:
         own = tuple(own_lift(pattern) for pattern in config.lift_regex)
         self.learner = Learner(LIFTS + own if config.lift else ())
         self.learns = config.lift and config.learn
-        self.begun: dict[int, tuple[tuple[Lift, ...], list[str], list[Cut]]] = {}
+        self.begun = Bounded(config.replay_mb << 18)  # rows, texts and cuts of conversations
 
     def cut(self, texts: list[str], conversation: int) -> list[Cut]:
         """The system texts, each cut: by the rows that the conversation began with, while they lead
         to what was sent before."""
-        rows, before, cut = self.begun.get(conversation, (self.learner.rows, [], []))
+        rows, before, cut = self.begun.get(conversation) or (self.learner.rows, [], [])
         if texts == before:
             return cut
         sent = [rest for rest, _ in cut]
@@ -1101,8 +1103,7 @@ class Lifter:
                 self.learner.read(lift_text(text, self.learner.rows)[0])
             rows = self.learner.rows
             cut = [lift_text(text, rows) for text in texts]
-        if sum(map(len, texts)) <= LEARNED_TEXT >> 1:
-            remember(self.begun, conversation, (rows, texts, cut), 64)
+        self.begun.put(conversation, (rows, texts, cut), 2 * sum(map(sys.getsizeof, texts)))
         return cut
 
     def lift(self, view: View, conversation: int) -> dict[str, str]:
@@ -1158,9 +1159,8 @@ def undress(text: str) -> tuple[list[Decoration], str]:
     while words:
         kind, opening, _ = next(row for row in TAILS if words.endswith(row[2]))
         at = words.rfind(opening) + (kind == "line")
-        if at <= 0 or words[at - 1] != "\n":
-            break
-        if kind == "line" and not TAIL_LINE.match(words, at):
+        stands = at > 0 and words[at - 1] == "\n"
+        if not stands or (kind == "line" and not TAIL_LINE.match(words, at)):
             break
         found.append((kind, words[at:]))
         check_limit("decorations of a text", len(found))
@@ -1316,17 +1316,18 @@ class Bounded:
         return self.values.get(key, (None, 0))[0]
 
     def drop(self, key: int) -> None:
-        with self.lock:
-            self.size -= self.values.pop(key, (None, 0))[1]
+        self.put(key, None, self.limit)  # too much to be kept
 
     def put(self, key: int, value: Any, size: int) -> None:
         with self.lock:
-            self.size -= self.values.pop(key, (None, 0))[1]
+            gone = [self.values.pop(key, (None, 0))]  # is freed without the lock
             if size <= self.limit >> 1:
                 self.values[key] = value, size
                 self.size += size
+            self.size -= gone[0][1]
             while self.size > self.limit:
-                self.size -= self.values.popitem(last=False)[1][1]
+                gone.append(self.values.popitem(last=False)[1])
+                self.size -= gone[-1][1]
 
 
 class Asker(NamedTuple):
@@ -1823,7 +1824,6 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     if unit.calls == first or sorted(spelled) != sorted([plain(ident) for ident, _ in unit.calls]):
         return False
     places = {ident: place for place, ident in enumerate(spelled)}
-
     ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
@@ -2414,7 +2414,8 @@ def settle(case: Case, usage: Usage, config: Config) -> None:
     if verdict.name == "rewritten" and case.moved:
         verdict.advice = "by kvproxy itself; the client's messages only went on"
     elif verdict.name == "rewritten" and verdict.kind != "reasoning":
-        tell_cure(case, config)
+        with suppress(Unreadable):  # SCRUB=0, beyond LIMITS
+            tell_cure(case, config)
 
 
 def explain_loss(case: Case, usage: Usage, config: Config) -> None:
@@ -2450,16 +2451,19 @@ def who_took_it(case: Case, base: Prompt, due: float) -> str:
 
 
 # Cause -> why or what helps | a setting, unless it is set | how it helps.
-_KINDS = "the model is hybrid, recurrent or sliding-window"
+_CHECKPOINT = (
+    "the model is hybrid, recurrent or sliding-window, without a checkpoint there"
+    " (--ctx-checkpoints)"
+)
 ADVICE = {
     "away": "the server was away|warmup_file|WARMUP_FILE has it read prompts after a start",
     "taken": "came in between: -np or a larger --cache-ram keeps both",
     "idle": "an idle server may unload|keepalive_seconds|KEEPALIVE_SECONDS prevents that",
     "not all kept": "the server was restarted, its cache is off (--cache-ram 0), the template"
-    f" renders old turns otherwise, or {_KINDS}, without a checkpoint there (--ctx-checkpoints)",
+    f" renders old turns otherwise, or {_CHECKPOINT}",
     "template": "a template that keeps old turns (--chat-template-file) helps"
     "|prefill_ahead|PREFILL_AHEAD=1 has them read while the person reads",
-    "full re-processing": f"{_KINDS}, without a checkpoint there (--ctx-checkpoints)",
+    "full re-processing": _CHECKPOINT,
     "no similar slot": "it is new, or another took its slot (-np, --cache-ram)",
     "low similarity": "its start changes, or another took its slot",
     "slot cut": "conversations share a slot (a higher -sps), or prompts change",
@@ -2885,7 +2889,7 @@ ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overload
 
 def error_body(path: str, status: int, message: str) -> bytes:
     """As the SDKs of the path's dialect expect it."""
-    dialect, _ = dialect_of(path.partition("?")[0])
+    dialect, _ = dialect_of(path)
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if dialect is not None and dialect.name == "messages":
         return dump({"type": "error", "error": {"type": kind, "message": message}})
@@ -3088,7 +3092,7 @@ class Relay(BaseHTTPRequestHandler):
             body += data
             self.held += len(data)
             if not self.server.hold(len(data)):
-                raise Refused(503, "All bodies together take too much memory; try again")
+                raise Refused(503, "All bodies together take too much memory")
         self.server.waiting.pop(self.socket, None)
         return body
 
@@ -3355,7 +3359,7 @@ class Backend:
         has_props = props and "error" not in props  # LM Studio says 200 to any path
         product = LLAMA if has_props else OWNERS.get(owner, owner)
         context = members(props.get("default_generation_settings")).get("n_ctx")
-        if product == "LM Studio":  # what a model could have at most says nothing
+        if product == "LM Studio":
             models = listed(members(self.ask("/api/v0/models", timeout)[1]).get("data"))
             loaded = [one for one in map(members, models) if one.get("state") == "loaded"]
             model = next((one for one in loaded if one.get("type") != "embeddings"), model)
@@ -3388,7 +3392,8 @@ def under(url: Url, target: str) -> str:
     return url.path.rstrip("/").removesuffix("/v1") + target
 
 
-def bearer(key: str) -> dict[str, str]:
+def api_key() -> dict[str, str]:
+    key = os.environ.get("API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -3474,8 +3479,8 @@ TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base 
 
 
 class Proxy:
-    """A running kvproxy: a context manager, or call start() and stop(). Several can live in one
-    process. The file's first lines have an example.
+    """A running kvproxy: a context manager, or call start() and stop(), as in the file's first
+    lines.
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
@@ -3576,8 +3581,10 @@ class Proxy:
             if exchange.report.edits():
                 exchange.forwarded = view.dump()
             exchange.view = view
-        except (Unreadable, RecursionError) as error:
+        except Unreadable as error:
             exchange.report = Report(note=str(error))
+        except RecursionError:
+            exchange.report = Report(note="nested too deeply")
         except Exception:
             exchange.report = Report(note="internal error")
             self.log.exception("a body could not be edited")
@@ -3893,7 +3900,7 @@ class Metrics:
 
 # --- files ---
 
-# Names of headers, parameters and members whose values are not written down.
+# Their values are not written down.
 SECRET_NAME = re.compile(
     r"(?i)auth(?!ors?(?![a-z]))|cookie|(?<!cache_)key(?!_values)|token(?!s|i|_ids)|secret|passw"
     r"|passphrase|credential|signature|session"
@@ -4525,8 +4532,8 @@ class Pages:
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
         }
         pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
-        listed = f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
-        return listed + (tag("p", SAVED_BY, "soft") if saved else "")
+        about = tag("p", SAVED_BY, "soft") if saved else ""
+        return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>{about}"
 
     def learned(self) -> str:
         rows, learner = "", self.proxy.editor.lifter.learner
@@ -4638,7 +4645,7 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
     """Play an agent like OpenClaw; returns the ms of its prompts. --ahead: with tool steps."""
     run, project = uuid.uuid4().hex, "box reads file patch " * (args.tokens // 4)
     server, turns, times = model_server(config), list[Json](), list[float]()
-    keys = {"User-Agent": "kvproxy", **bearer(os.environ.get("API_KEY", ""))}
+    keys = {"User-Agent": "kvproxy", **api_key()}
 
     def ask(tokens: int) -> Json:
         messages = [{"role": "system", "content": system}, *turns]
@@ -4746,7 +4753,7 @@ def command_bench(args: Words, config: Config) -> int:
 def model_server(config: Config) -> Backend:
     """The backend, asked what it is. Raises OSError."""
     backend = Backend(config)
-    if not backend.describe(3.0, bearer(os.environ.get("API_KEY", ""))):
+    if not backend.describe(3.0, api_key()):
         raise OSError(f"No model server answers at {backend.name()}. {USUAL_PORTS}")
     return backend
 
@@ -4755,8 +4762,7 @@ def command_check(args: Words, config: Config) -> int:
     backend = model_server(config)
     found = backend.known
     print(f"{backend.name()}: {described(found)}")
-    keys, context = bearer(os.environ.get("API_KEY", "")), found.get("context")
-    slots = backend.ask("/slots", 3.0, None, keys)[1]
+    slots, context = backend.ask("/slots", 3.0, None, api_key())[1], found.get("context")
     short = isinstance(context, int) and context < 32768
     faults = {
         "It does not tell whether its cache is on: try `bench`.": not isinstance(slots, list),
@@ -4794,7 +4800,7 @@ LOG_SLOT = re.compile(r"(?:\bid +|slot )(\d+) ?(?:\||:)|id_slot=(\d+)")
 LOG_PORT = re.compile(r"(?:^|[\s\"])\[(\d{2,5})\] ")  # a router's
 # sim: share that an earlier one began with; keep: share of the slot that stayed
 INSPECT_FACTS = ("tokens", "read", "sim", "keep")
-# None: not known; `cured`: whether kvproxy mends the `cause`.
+# None: not known
 INSPECT_ROW: Json = {"name": "", "what": "", "cause": "", "cure": "", "estimated": False}
 INSPECT_ROW |= dict.fromkeys((*INSPECT_FACTS, "ms", "cured"))
 
@@ -4970,7 +4976,7 @@ def command_serve(args: Words, config: Config) -> int:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
-    log.info("kvproxy %s listens on %s (page: /kvproxy)", __version__, proxy.url)
+    log.info("kvproxy %s listens on %s (page: %s/kvproxy)", __version__, proxy.url, proxy.url)
     if found := proxy.backend.describe():
         log.info("backend %s: %s", proxy.backend.name(), described(found))
     else:

@@ -5092,6 +5092,20 @@ def rp_held(memory: Any) -> int:
     return sum(size for _, size in memory.values.values())
 
 
+def test_replay_memory_is_freed_without_the_lock() -> None:
+    """What a long conversation holds takes long to free, and every prompt needs the lock."""
+    memory, held = kvproxy.Bounded(100), list[bool]()
+
+    class Value:
+        def __del__(self) -> None:
+            held.append(memory.lock.locked())
+
+    for key in (1, 1, 2, 3):  # replaced, and pushed out
+        memory.put(key, Value(), 40)
+    memory.drop(3)
+    assert held == [False] * 3 and memory.size == 40 and list(memory.values) == [2]
+
+
 def test_replay_memory_is_bounded() -> None:
     """Conversations with system prompts, tools and texts of their own, in one megabyte."""
     desk = RpDesk(replay_mb=1)
@@ -5104,7 +5118,7 @@ def test_replay_memory_is_bounded() -> None:
         )
         if number % 100 == 49:
             assert rp_held(lines) == lines.size <= lines.limit
-    assert 50 < len(lines.values) < 250 and len(desk.editor.lifter.begun) <= 64
+    assert 50 < len(lines.values) < 250 and desk.editor.lifter.begun.size <= 1 << 18
     assert 0 < tools.size <= tools.limit == 1 << 17
     assert tools.size == rp_held(tools)
 
@@ -8210,6 +8224,18 @@ def test_explain_diagnostic_headers(rig: MakeRig) -> None:
 
 
 # --- the ledger in the proxy ----------------------------------------------------------------------
+
+
+def test_explain_more_turns_than_are_edited(rig: MakeRig) -> None:
+    """With SCRUB=0 a request with more turns than any agent sends is logged like any other."""
+    one = rig(ex_scripted((0, 9000, 9.0)), scrub=False, log_level="info")
+    turns = [("user", "a"), ("assistant", "b")] * 4001
+    for word in ("one", "two"):
+        said = [*turns, ("user", word), ("assistant", "c"), ("user", "go on")]
+        one.post(EX_CHAT_PATH, body_of("chat", ("system", EX_LONG), *said))
+    verdict = one.finished(2)[1].verdict
+    assert verdict.name == "rewritten" and verdict.cure == ""
+    assert not [line for line in one.log.lines if "could not be recorded" in line]
 
 
 def test_explain_failed_requests_are_no_earlier_prompts(rig: MakeRig) -> None:
@@ -15178,16 +15204,17 @@ def test_server_that_wants_a_key_or_loads() -> None:
     assert "loading its model" in ex_described(ex_answers({}, loading))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"x",
-        b'{"data": 5}',
-        b"[]",
-        b'{"data": [7]}',
-        b'{"default_generation_settings": 3, "total_slots": "x"}',
-    ],
-)
+# What no model server answers to /props and /v1/models.
+EX_ODD_ANSWERS = [
+    b"x",
+    b'{"data": 5}',
+    b"[]",
+    b'{"data": [7]}',
+    b'{"default_generation_settings": 3, "total_slots": "x"}',
+]
+
+
+@pytest.mark.parametrize("answer", EX_ODD_ANSWERS)
 def test_server_of_another_kind_is_described(answer: bytes) -> None:
     assert ex_described(lambda link, seen: link.reply(answer))
 
@@ -15254,16 +15281,7 @@ def test_commands_check_without_a_server(monkeypatch: Patch, capsys: Capsys) -> 
     assert f"No model server answers at {url}." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"x",
-        b'{"data": 5}',
-        b"[]",
-        b'{"data": [7]}',
-        b'{"default_generation_settings": 3, "total_slots": "x"}',
-    ],
-)
+@pytest.mark.parametrize("answer", EX_ODD_ANSWERS)
 def test_commands_check_of_something_else(
     monkeypatch: Patch, capsys: Capsys, answer: bytes
 ) -> None:
