@@ -616,7 +616,7 @@ class Scrubber:
         check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
         stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
-        users = self.patterns or self.ids == "1" or stamps
+        users, at = self.patterns or self.ids == "1" or stamps, 0
         for turn in view.head + view.turns:
             if turn.role != "system" and not (turn.role == "user" and users):
                 continue
@@ -627,7 +627,7 @@ class Scrubber:
                 edited = turn.own()
                 for slot, text in zip(edited.slots(), stripped, strict=True):
                     slot.set(text)
-                put_back(view, turn, edited)
+                at = put_back(view, turn, edited, at)
 
     def strip(self, role: str, texts: list[str], stamps: bool, report: Report) -> list[str]:
         """The texts of a turn without what the rules take out."""
@@ -673,8 +673,9 @@ def remember(memo: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> No
     memo[key] = value
 
 
-def put_back(view: View, turn: Turn, edited: Turn) -> None:
-    """Put an edited turn in its place; a system message without empty texts."""
+def put_back(view: View, turn: Turn, edited: Turn, at: int = 0) -> int:
+    """Put an edited turn in its place, from `at` on, and return that; a system message without
+    empty texts."""
     content = edited.holder.get(edited.key)
     parts = listed(content) or [content]
     said = [str(members(part).get("text", part)).strip() for part in parts]
@@ -682,11 +683,12 @@ def put_back(view: View, turn: Turn, edited: Turn) -> None:
     if kept and parts is content:
         edited.holder[edited.key] = kept
     if turn.item is not None:
-        place = view.turns.index(turn)
-        view.turns[place : place + 1] = [edited] if kept or len(view.turns) == 1 else []
+        at = view.turns.index(turn, at)
+        view.turns[at : at + 1] = [edited] if kept or len(view.turns) == 1 else []
     elif not kept:
         view.head = []
         del view.body[turn.key]
+    return at
 
 
 def reminder(text: str) -> str:
@@ -2918,7 +2920,7 @@ class Relay(BaseHTTPRequestHandler):
         self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
         self.until = time.monotonic() + self.config.header_timeout
-        super().setup()  # makes rfile and wfile of it
+        super().setup()
 
     def handle_one_request(self) -> None:
         """In the library a head may take for ever (each read has a time-out of its own), methods
@@ -3025,7 +3027,7 @@ class Relay(BaseHTTPRequestHandler):
         """The next head (RFC 9112 sections 3 and 6.3), or None. The library splits the first line
         at any white space, makes /x of //x, and overlooks `Connection: close, x`."""
         try:
-            while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):  # RFC 9112 section 2.2
+            while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):
                 self.rfile.read(1)
         except Refused:  # nothing came
             return None
@@ -4856,7 +4858,7 @@ class LogReader:
         lines = codecs.EncodedFile(file, "utf-8", "utf-16", "replace") if utf16 else file
         while line := lines.readline(PARSE_LIMIT):
             yield from self.line(line)
-        for name in list(self.tasks):  # that no line ends
+        for name in list(self.tasks):
             yield from self.finish(name)
 
     def line(self, raw: bytes) -> list[Json]:

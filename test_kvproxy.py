@@ -2749,6 +2749,29 @@ def test_scrub_switched_off_over_the_wire(rig: MakeRig, dialect: str) -> None:
 # --- nothing freezes: no pattern backtracks, and what is beyond all reason is not edited ----------
 
 
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_scrub_many_edited_turns_are_not_searched_from_the_start(role: str) -> None:
+    """Also where half of them are left empty and go."""
+
+    class Counted(list[kvproxy.Turn]):
+        looked_at = 0
+
+        def index(self, turn: kvproxy.Turn, start: int = 0, *end: Any) -> int:
+            place = super().index(turn, start)
+            self.looked_at += place - start + 1
+            return place
+
+    texts = ["x" if number % 2 else f"x {number}" for number in range(1000)]
+    body = body_of("chat", *[(role, text) for text in texts], ("assistant", "a"))
+    view = kvproxy.view_of(body, kvproxy.DIALECTS["chat/completions"])
+    view.turns = turns = Counted(view.turns)
+    kvproxy.Scrubber(Config(strip_regex=("x",))).apply(view, kvproxy.Report())
+    left = ["" if "x" == text else text[1:] for text in texts]
+    left = [text for text in left if text or role == "user"]
+    assert [turn.text() for turn in view.turns] == [*left, "a"]
+    assert 1000 <= turns.looked_at <= 2500
+
+
 SCHEMA = '"schema":"openclaw.inbound_meta.v1","message_id":1,"flags":{}'
 SCRUB_HOSTILE: dict[str, tuple[str, str, str]] = {
     # name: (start, piece that is repeated, end)
