@@ -10950,8 +10950,7 @@ def test_server_stop_lets_streams_end(rig: MakeRig) -> None:
     late = made.raw(b"PUT / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     made.server.requests(3)
     slow = made.raw(b"PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n")
-    server = made.proxy.server
-    wait_for(lambda: any(server.waiting.values()), "a body to arrive")
+    wait_for(lambda: made.proxy.running == 3, "the head of the third request")
     stopper = threading.Thread(target=made.proxy.stop, args=(PATIENCE,))
     stopper.start()
     assert idle.ended() and silent.ended()
