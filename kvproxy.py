@@ -25,17 +25,13 @@ if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit("kvproxy needs Python 3.10 or newer. Try: uv run kvproxy.py")
 
 import codecs
-import collections
-import contextlib
 import copy
-import dataclasses
 import difflib
 import errno
 import functools
 import hashlib
 import html
 import http.client
-import io
 import ipaddress
 import itertools
 import json
@@ -51,15 +47,19 @@ import socketserver
 import ssl
 import struct
 import textwrap
-import threading
 import time
-import urllib.parse
 import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import Field, dataclass, field, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Lock, Thread
+from time import monotonic
 from typing import Any, NamedTuple, cast
+from urllib.parse import SplitResult, unquote, urlsplit
 
+UNPARSED = (ValueError, RecursionError)
 AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 __version__ = "2.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
@@ -67,9 +67,7 @@ __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 Json = dict[str, Any]
 
 
-# ====================================================
-# Configuration: one dataclass
-# ====================================================
+# ====== Configuration: one dataclass ======
 
 
 class ConfigError(ValueError):
@@ -78,10 +76,10 @@ class ConfigError(ValueError):
 
 def setting(default: Any, help: str, *allowed: Any) -> Any:
     """A Config field. `allowed`: words, or the least and the largest number."""
-    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
+    return field(default=default, metadata={"help": help, "allowed": allowed})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Config:
     """Every setting; its environment variable is its name in upper case. Raises ConfigError."""
 
@@ -120,13 +118,13 @@ class Config:
     log_file: str = setting("", "append the log to this file; unset: stderr")
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
+        for item in fields(self):
             value = getattr(self, item.name)
             try:
                 object.__setattr__(self, item.name, _checked(item, value))
             except (ValueError, TypeError, re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(f"{item.name.upper()}={value!r}: {error}") from None
-        url = urllib.parse.urlsplit(self.backend_url)
+        url = urlsplit(self.backend_url)
         port = url.port or (443 if url.scheme == "https" else 80)
         hosts = {url.hostname, self.listen_host.lower()}
         local = hosts <= {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
@@ -148,7 +146,7 @@ class Config:
     def table(cls) -> list[tuple[str, str, str]]:
         """(variable, default, meaning) of each, for --help and the README."""
         rows = []
-        for item in dataclasses.fields(cls):
+        for item in fields(cls):
             default: Any = "" if item.default == () else item.default
             shown = default if isinstance(default, str) else f"{default:g}"
             rows.append((item.name.upper(), shown, item.metadata["help"]))
@@ -163,7 +161,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TYPES = {bool: "0 or 1", int: "a whole number", float: "a number"}
 
 
-def setting_of(variable: str) -> dataclasses.Field[Any] | None:
+def setting_of(variable: str) -> Field[Any] | None:
     """The setting of an environment variable: NAME; for a pattern also NAME_2, ..."""
     name = re.sub(r"(?<=_REGEX)_[0-9]+\Z", "", variable)
     return Config.__dataclass_fields__.get(name.lower()) if name.isupper() else None
@@ -171,7 +169,7 @@ def setting_of(variable: str) -> dataclasses.Field[Any] | None:
 
 def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(variable, setting) where a setting was most likely meant."""
-    names = [item.name.upper() for item in dataclasses.fields(Config)]
+    names = [item.name.upper() for item in fields(Config)]
     for variable in environ:
         bare = variable.upper().removeprefix("KVPROXY_")
         for name in difflib.get_close_matches(bare, names, 1, 0.8):
@@ -179,7 +177,7 @@ def misspelt(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
                 yield variable, name
 
 
-def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+def _checked(item: Field[Any], value: Any) -> Any:
     """A setting's value, which may come as text. The error tells what is allowed."""
     kind: Any = type(item.default)
     allowed = item.metadata["allowed"]
@@ -208,9 +206,7 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-# ====================================================
-# Dialects: four request shapes, one view
-# ====================================================
+# ====== Dialects: four request shapes, one view ======
 
 
 class Dialect(NamedTuple):
@@ -255,10 +251,11 @@ class Slot(NamedTuple):
 
     def set(self, text: Any) -> None:
         self.holder[self.key] = text
-        self.turn.raw = self.turn.said = self.turn.told = None
+        turn = self.turn
+        turn.raw = turn.said = turn.told = turn.letters = None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Turn:
     """One entry of a prompt. Requests share turns: only an own() copy may be edited."""
 
@@ -269,6 +266,8 @@ class Turn:
     raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
     said: Said | None = None
     told: str | None = None
+    letters: str | None = None
+    stripped: Any = None  # see Scrubber.apply(): shared likewise
 
     def own(self) -> Turn:
         """A copy to edit; of text beside the list, the turn itself with parts to edit."""
@@ -297,7 +296,7 @@ class Turn:
         return "\n".join([slot.get() for slot in self.slots()])
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class View:
     body: Json
     dialect: Dialect
@@ -306,18 +305,23 @@ class View:
 
     def leading(self) -> int:
         """How many system messages the list begins with."""
-        later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
-        return next(later, len(self.turns))
+        for place, turn in enumerate(self.turns):
+            if turn.role != "system":
+                return place
+        return len(self.turns)
 
     def system(self) -> list[Turn]:
         return self.head + self.turns[: self.leading()]
+
+    def system_texts(self) -> list[str]:
+        return [turn.text() for turn in self.system()]
 
     def dump(self) -> bytes:
         """As JSON, with the turns that nobody changed in the bytes they came in."""
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
-        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(dump(HOLE))
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(HOLE_JSON)
         return b"".join((front, b"[", turns, b"]", end))
 
 
@@ -380,6 +384,7 @@ _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes
 HOLE = uuid.uuid4().hex  # stands for a body's turns; nobody can have written it
+HOLE_JSON = f'"{HOLE}"'.encode()
 LIST_START = rb'"%s":\s*\[\s*'
 ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
@@ -390,7 +395,7 @@ def parse(raw: bytes | bytearray) -> Json:
         raise Unreadable("longer than 32 MB")
     try:
         body = _strict.decode(raw.decode())
-    except (ValueError, RecursionError) as error:
+    except UNPARSED as error:
         raise Unreadable(f"not readable as JSON ({error})") from None
     if not isinstance(body, dict):
         raise Unreadable("not a JSON object")
@@ -422,7 +427,7 @@ class Reader:
 
     def view(self, raw: bytes | bytearray, dialect: Dialect) -> View:
         """The view of a body. Raises Unreadable."""
-        with suppress(ValueError, RecursionError):  # then it is parsed as a whole
+        with suppress(*UNPARSED):  # then it is parsed as a whole
             return self.read(bytes(raw), dialect)
         return view_of(parse(raw), dialect)
 
@@ -451,14 +456,14 @@ class Reader:
                 break
             self.followers[before] = border[0], turn
             before = turn
-        rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
+        rest = raw[: start.end()] + HOLE_JSON + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
             body = parse(rest)
             self.beside = rest, body
         if body.get(key) != [HOLE]:  # another object's list
             raise ValueError
-        return dataclasses.replace(view_of({**body, key: []}, dialect), turns=turns)
+        return replace(view_of({**body, key: []}, dialect), turns=turns)
 
     def turn_at(self, raw: bytes, at: int) -> Turn:
         """The turn that begins at a place. Raises ValueError."""
@@ -487,7 +492,7 @@ class Reader:
         return turn
 
 
-@dataclasses.dataclass
+@dataclass
 class Report:
     """What was done to a request; `note` says why it was left alone."""
 
@@ -509,9 +514,7 @@ class Report:
         return sum(counts.values())
 
 
-# ====================================================
-# Scrub: take out what never helps the model
-# ====================================================
+# ====== Scrub: take out what never helps the model ======
 
 LIMITS = {"turns": 8000, "parts of a turn": 500, "tools": 2000, "decorations of a text": 256}
 LONG_PROMPT = 2000  # characters: less is read again in no time
@@ -615,19 +618,31 @@ class Scrubber:
         report.items = len(view.turns)
         check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
-        stamps = self.stamps and any(OPENCLAW.search(turn.text()) for turn in view.system())
+        stamps = self.stamps and any(map(OPENCLAW.search, view.system_texts()))
         users, at = self.patterns or self.ids == "1" or stamps, 0
         for turn in view.head + view.turns:
             if turn.role != "system" and not (turn.role == "user" and users):
                 continue
-            texts = [slot.get() for slot in turn.slots()]
-            stripped = self.strip(turn.role, texts, stamps, report)
-            if stripped != texts:
-                report.items_modified += 1
-                edited = turn.own()
-                for slot, text in zip(edited.slots(), stripped, strict=True):
-                    slot.set(text)
+            found = turn.stripped
+            if found is None or found[:2] != (self, stamps):
+                found = self, stamps, *self.stripped(turn, stamps)
+                turn.stripped = found if turn.item is not None else None
+            _, _, edited, counts = found
+            if edited is not None:
+                for name, count in vars(counts).items():
+                    setattr(report, name, getattr(report, name) + count)
                 at = put_back(view, turn, edited, at)
+
+    def stripped(self, turn: Turn, stamps: bool) -> tuple[Turn | None, Report]:
+        """A turn without what the rules take out, None if that is nothing, and what it was."""
+        texts, counts = [slot.get() for slot in turn.slots()], Report(items_modified=1)
+        stripped = self.strip(turn.role, texts, stamps, counts)
+        if stripped == texts:
+            return None, counts
+        edited = turn.own()
+        for slot, text in zip(edited.slots(), stripped, strict=True):
+            slot.set(text)
+        return edited, counts
 
     def strip(self, role: str, texts: list[str], stamps: bool, report: Report) -> list[str]:
         """The texts of a turn without what the rules take out."""
@@ -698,8 +713,7 @@ def reminder(text: str) -> str:
 
 def pays(view: View) -> bool:
     """Whether its front is long enough to care for."""
-    size = sum([len(turn.text()) for turn in view.system()])
-    return bool(view.body.get("tools")) or size >= LONG_PROMPT
+    return bool(view.body.get("tools")) or sum(map(len, view.system_texts())) >= LONG_PROMPT
 
 
 def system_first(view: View, report: Report) -> None:
@@ -788,9 +802,7 @@ def scrub(
         return payload, Report(note=str(error))
 
 
-# ====================================================
-# Lift: what varies in the system prompt moves to the newest user turn
-# ====================================================
+# ====== Lift: what varies in the system prompt moves to the newest user turn ======
 
 Piece = tuple[list[Span], str]  # where it stands, and what it says
 
@@ -831,7 +843,7 @@ _GIT = (
 
 
 def lines(label: str, pattern: str, *markers: str) -> Lift:
-    compiled = re.compile(rf"^(?:{pattern})[ \t]*(?:\n|\Z)", re.MULTILINE)
+    compiled = re.compile(rf"(?m)^(?:{pattern})[ \t]*(?:\n|\Z)")
 
     def find(text: str) -> Iterator[Piece]:
         if all(marker in text for marker in markers):
@@ -899,7 +911,7 @@ def own_lift(pattern: str) -> Lift:
     return Lift(f"LIFT_REGEX: {pattern}", find, fenced=True)
 
 
-FENCE = re.compile(r"^[ \t]*(?:`{3,}(?![^\n]*`)|~{3,})", re.MULTILINE)
+FENCE = re.compile(r"(?m)^[ \t]*(?:`{3,}(?![^\n]*`)|~{3,})")
 
 
 def fenced(text: str, spans: list[Span], said: str) -> bool:
@@ -1000,7 +1012,7 @@ Change = tuple[int, int, list[str]]  # from and to which line, what stood there 
 
 def changes(old: list[str], new: list[str]) -> Iterator[Change]:
     """Where lines differ from older ones, between lines that stand once in both."""
-    counts, others = collections.Counter(new), collections.Counter(old)
+    counts, others = Counter(new), Counter(old)
     places = {line: at for at, line in enumerate(old) if others[line] == counts[line] == 1}
     left = right = -1  # the places of the last line that stays
     for at, place in enumerate([*[places.get(line, -1) for line in new], len(old)]):
@@ -1016,12 +1028,12 @@ class Learner:
     def __init__(self, rows: tuple[Lift, ...]) -> None:
         self.table = self.rows = rows
         self.shapes: dict[Shape, None] = {}
-        self.news: collections.deque[Shape] = collections.deque(maxlen=LEARNED_SHAPES)  # untold
-        self.texts: collections.deque[list[str]] = collections.deque(maxlen=16)
+        self.news: deque[Shape] = deque(maxlen=LEARNED_SHAPES)  # untold
+        self.texts: deque[list[str]] = deque(maxlen=16)
         self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
         self.values: dict[str, str] = {}  # the last ones, by labels
-        self.saved: collections.Counter[str] = collections.Counter()  # misses, by labels
-        self.lock = threading.Lock()
+        self.saved: Counter[str] = Counter()  # misses, by labels
+        self.lock = Lock()
 
     def note(self, label: str, text: str) -> None:
         """Count a new value, which would have been a miss."""
@@ -1075,7 +1087,7 @@ class Learner:
 
     def block_around(self, lines: list[str], start: int, end: int) -> Shape | None:
         """The block between two lines that stand once and list nothing."""
-        counts = collections.Counter(lines)
+        counts = Counter(lines)
         while start >= 0 and (LISTED.match(lines[start]) or counts[lines[start]] > 1):
             start -= 1
         while end < len(lines) and (LISTED.match(lines[end]) or counts[lines[end]] > 1):
@@ -1130,9 +1142,7 @@ class Lifter:
         return found
 
 
-# ====================================================
-# Replay: history is sent again as it was sent
-# ====================================================
+# ====== Replay: history is sent again as it was sent ======
 
 # Of each line of requests the last one is recorded. A request that goes on from it has its units
 # restored up to the first that its client really changed. Then what was lifted is set down.
@@ -1288,34 +1298,41 @@ UNREAD = Heard()
 ANY = Heard("*")  # in a capture: what the client says next was the answer
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Record:
     """A request as it was forwarded, and the answer to it."""
 
     conversation: str
     newest: int  # place of the answer before the newest user turn
     line: int  # the number of its line of requests
-    units: list[Unit] = dataclasses.field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
+    partly: tuple[int, Heard] = 0, UNREAD  # so many bytes of that, and what they say
 
     def heard(self) -> Heard | None:
         tap = self.tap
-        return self.answer if tap is None else heard_answer(answer_events(*tap.windows()))
+        if tap is None:
+            return self.answer
+        if self.partly[0] != (size := len(tap.data)) or tap.cut:
+            self.partly = size, heard_answer(pieces_of(answer_events(*tap.windows())))
+        return self.partly[1]
 
 
 class Bounded:
     """Values of so many bytes by their keys; the least recently used go first."""
 
     def __init__(self, limit: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.limit, self.size = limit, 0
-        self.values: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+        self.values: OrderedDict[int, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: int) -> Any:
-        with suppress(KeyError):  # without the lock, for which many threads would wait
+        try:  # without the lock, for which many threads would wait
             self.values.move_to_end(key)
-        return self.values.get(key, (None, 0))[0]
+            return self.values[key][0]
+        except KeyError:
+            return None
 
     def drop(self, key: int) -> None:
         self.put(key, None, self.limit)  # too much to be kept
@@ -1343,7 +1360,7 @@ class Asker(NamedTuple):
 ANYBODY = Asker()
 
 
-@dataclasses.dataclass
+@dataclass
 class Trace:
     conversation: str = ""
     record: Record | None = None
@@ -1373,9 +1390,9 @@ class Replay:
 
     def read(self, turn: Turn) -> Said:
         item, told = turn.item or {}, turn.text().strip()
-        fields, others = call_fields(item), other_content(turn)
-        calls = tuple([one.call() for one in fields])
-        beside = sorted([f"{plain(one.call()[0])} {one.said}" for one in fields]) + others
+        named, others = call_fields(item), other_content(turn)
+        calls = tuple([one.call() for one in named])
+        beside = sorted([f"{plain(one.call()[0])} {one.said}" for one in named]) + others
         whole = digest(turn.role, told, *beside)
         if item and item.get("role") != "user":
             return Said(whole, whole, calls=calls)
@@ -1421,10 +1438,10 @@ class Replay:
             carriers = []
         return [Unit(*group) for group in groups]
 
-    def conversation(self, view: View) -> str:
-        """Its name, from the system prompt and the first user's words."""
-        opening = History(self.units(view)).opening
-        return digest(view.dialect.name, *[turn.text() for turn in view.system()], opening).hex()
+    def conversation(self, view: View, opening: bytes = b"") -> str:
+        """Its name, from the system prompt and the `opening`, the first user's words."""
+        opening = opening or History(self.units(view)).opening
+        return digest(view.dialect.name, *view.system_texts(), opening).hex()
 
     def answered(self, trace: Trace, answer: Heard) -> None:
         """Note whose it is, should the conversation's front be rewritten."""
@@ -1436,7 +1453,7 @@ class Replay:
     ) -> Trace:
         units = history.units
         whose = hash((asker.client, view.dialect.name))
-        place = hash((whose, *[turn.text() for turn in view.system()]))
+        place = hash((whose, *view.system_texts()))
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
         added = 0
@@ -1451,7 +1468,7 @@ class Replay:
         trace = Trace(whose=whose, opening=history.opening)
         first = units[history.answers[0]] if history.answers else Unit("", [])
         name = known.conversation if known else self.names.get(trace.key(*spoken(first)))
-        trace.conversation = name or self.conversation(view)
+        trace.conversation = name or self.conversation(view, history.opening)
         report.tools_restored += self.tools.apply(view, asker)
         kept, pending = settle_insertions(history, depth, lifted)
         for at, unit in enumerate(units):
@@ -1474,16 +1491,19 @@ class Replay:
     def find(self, history: History, places: list[int], learn: bool) -> tuple[int, Record | None]:
         """How many units may be restored, and from which record: as far as all that agree would
         send the same."""
-        units, best = history.units, (0, 0)
+        units, best, left = history.units, (0, 0), MOST_COMPARED
         found: list[tuple[tuple[int, int], Record]] = []
         for at in reversed(history.answers):
             if at <= best[0]:
                 break
             edited = []
             lines = self.by_place.get(places[at - 1], [])[::-1]
-            records = list(filter(None, map(self.lines.get, lines)))
-            for record in records[: MOST_COMPARED - len(found)]:
-                evidence = agreement(record, units[at], at)
+            records = list(filter(None, map(self.lines.values.get, lines)))[:left]
+            left -= len(records)
+            ranked = [(agreement(one, units[at], at), one) for one, _ in records]
+            for evidence, record in sorted(ranked, key=lambda one: -one[0]):
+                if best == (at, 1) or best > (at, 1 + evidence):
+                    break
                 depth = reach_of(history, record, at, evidence)
                 found.append(((depth, evidence if depth == at else 0), record))
                 best = max(best, found[-1][0])
@@ -1523,7 +1543,7 @@ class Replay:
         units = history.units
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
-        goes_on = known and depth == len(known.units) and self.lines.get(known.line) is known
+        goes_on = known and self.lines.get(known.line) is known and depth == len(known.units)
         line = known.line if known and goes_on else next(self.numbers)  # else it branches off
         record = trace.record = Record(trace.conversation, history.newest, line)
         size = 500 + 400 * len(units)
@@ -1582,8 +1602,8 @@ def reach_of(history: History, record: Record, at: int, evidence: int) -> int:
 def fits(history: History, stored: Unit, place: int, newest: int) -> bool:
     """Whether a unit is what was sent, with its decorations as they were, or taken out when it
     stopped being the `newest`."""
-    came = collections.Counter(history.units[place].blocks)
-    sent = collections.Counter(stored.blocks)
+    came = Counter(history.units[place].blocks)
+    sent = Counter(stored.blocks)
     if came == sent:
         return True
     if place >= newest:  # a client may add to its history when a message came
@@ -1631,12 +1651,12 @@ CLOCK_TIME = re.compile(_HOURS, re.IGNORECASE)
 ANY_TIME = re.compile(_CLOCK)
 
 
-def topics(text: str, other: bool = False) -> collections.Counter[str]:
+def topics(text: str, other: bool = False) -> Counter[str]:
     """What lines are about, without listings and tags: what stands before a colon. `other` lines
     count as they are, or as ""."""
     lines = [line for line in lines_of(text) if line[0] != "<" and not LISTED.match(line)]
     labelled = [form_of(line).split(":") for line in lines]
-    return collections.Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
+    return Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
 
 
 def settle_insertions(
@@ -1743,9 +1763,11 @@ def letters(text: str) -> str:
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     if unit.spoken is None:
-        texts = [turn.text() for turn in unit.turns if turn.role == "assistant"]
+        turns = [turn for turn in unit.turns if turn.role == "assistant"]
+        for turn in turns:
+            turn.letters = letters(turn.text()) if turn.letters is None else turn.letters
         calls = frozenset([plain(ident) for ident, _ in unit.calls])
-        unit.spoken = letters("\n".join(texts)), calls
+        unit.spoken = "".join([str(turn.letters) for turn in turns]), calls
     return unit.spoken
 
 
@@ -1805,7 +1827,7 @@ def canonical(value: Any) -> str:
         parts = map(members, value)
         value = "\n".join([str(part.get("text") or _sorted_json(part)) for part in parts])
     if isinstance(value, str) and value[:1] == "{":
-        with suppress(ValueError, RecursionError):
+        with suppress(*UNPARSED):
             value = json.loads(value)
     return value if isinstance(value, str) else _sorted_json(value)
 
@@ -1829,9 +1851,9 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
     ranked: list[tuple[int, Turn]] = []
     for turn in unit.turns:
         item = copy.deepcopy(turn.item or {})
-        fields = call_fields(item)
-        rank = min([places[plain(one.call()[0])] for one in fields], default=len(places))
-        for holder, key, named, _ in fields:
+        found = call_fields(item)
+        rank = min([places[plain(one.call()[0])] for one in found], default=len(places))
+        for holder, key, named, _ in found:
             holder[key], name = spelled[plain(holder.get(key))]
             if named is not None and name:
                 named["name"] = name
@@ -1840,7 +1862,7 @@ def respell(unit: Unit, first: tuple[Call, ...]) -> bool:
         listed(item.get("content")).sort(
             key=lambda part: places.get(plain(members(part).get("tool_use_id")), len(places))
         )
-        ranked.append((rank, turn_of(item) if fields else turn))
+        ranked.append((rank, turn_of(item) if found else turn))
     if unit.role == "tool":
         ranked.sort(key=lambda one: one[0])
     unit.turns = [turn for _, turn in ranked]
@@ -1883,12 +1905,10 @@ class Tools:
         return True
 
 
-# ====================================================
-# Explain: how much of a prompt was reused, and why not more
-# ====================================================
+# ====== Explain: how much of a prompt was reused, and why not more ======
 
 
-@dataclasses.dataclass
+@dataclass
 class Usage:
     """What the server reported, in tokens and ms; None (never 0) where it did not."""
 
@@ -1925,11 +1945,11 @@ def answer_events(first: bytes, last: bytes = b"") -> list[list[Json]]:
 
 def event_of(line: str, at_end: bool) -> Json:
     """The event in a line; at the end the numbers of one whose beginning is cut off."""
-    with suppress(ValueError, RecursionError):
+    with suppress(*UNPARSED):
         return members(json.loads(line.removeprefix("data:")))
     found: Json = {}
     for member in list(USAGE_MEMBER.finditer(line))[-2:] if at_end else ():
-        with suppress(ValueError, RecursionError):
+        with suppress(*UNPARSED):
             found[member[1]] = json.JSONDecoder().raw_decode(line, member.end())[0]
     return found
 
@@ -1940,8 +1960,9 @@ def usage_of(windows: list[list[Json]]) -> Usage:
         for part in (event, members(event.get("response")), members(event.get("message"))):
             usage, timings = members(part.get("usage")), members(part.get("timings"))
             for numbers in (part, usage, *map(members, usage.values()), timings):
-                for key, value in numbers.items():
-                    if key in USAGE_KEYS and type(value) in (int, float) and 0 <= value < 1e15:
+                for key in filter(USAGE_KEYS.get, numbers):
+                    value = numbers[key]
+                    if type(value) in (int, float) and 0 <= value < 1e15:
                         found[USAGE_KEYS[key]] = value if key == "prompt_ms" else int(value)
     prompt, cached, read = found.get("prompt"), found.get("cached"), found.get("prompt_n")
     if "input" in found:
@@ -1963,8 +1984,11 @@ ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text"
 WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def heard_answer(windows: list[list[Json]]) -> Heard:
-    said = [list(answer_parts(events)) for events in windows]
+def pieces_of(windows: list[list[Json]]) -> list[list[tuple[str, str]]]:
+    return [list(answer_parts(events)) for events in windows]
+
+
+def heard_answer(said: list[list[tuple[str, str]]]) -> Heard:
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(texts):
@@ -2005,7 +2029,7 @@ SAID_KEYS = ("call_id", "tool_call_id", "tool_use_id", "name", "function", "cont
 def part_text(value: Any) -> str:
     """What the server reads of an item, without reasoning; image bytes are a hash."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
+        with suppress(*UNPARSED):
             return json.dumps(json.loads(value)) if value[:1] == "{" else value
         return value
     if isinstance(value, list):
@@ -2048,7 +2072,7 @@ class Prompt:
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.front, self.said = [("system", turn.text()) for turn in view.system()], list[Segment]()
+        self.front, self.said = [("system", text) for text in view.system_texts()], list[Segment]()
         self.system = "\n".join([text for _, text in self.front])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
@@ -2059,16 +2083,17 @@ class Prompt:
         self.answers = 0  # turns up to the last answer
         turns = view.turns[view.leading() :]
         for turn in turns:
-            item = turn.item or {}
-            kinds = [turn.role, *[members(one).get("type") for one in listed(item.get("content"))]]
+            item, role, number = turn.item or {}, turn.role, len(self.turns) + 1
+            parts = listed(item.get("content")) if role == "assistant" else []
+            kinds = [role, *[members(part).get("type") for part in parts]]
             if item.get("reasoning_content") or [kind for kind in kinds if kind in THOUGHT_PARTS]:
-                self.reasoning.add(len(self.turns) + 1)
-            if turn.role != "reasoning":
-                role = "prompt" if view.dialect.turns == "prompt" else turn.role
-                self.said.append((f"turn {len(self.turns) + 1} ({role})", told_of(turn)))
+                self.reasoning.add(number)
+            if role != "reasoning":
+                name = "prompt" if view.dialect.turns == "prompt" else role
+                self.said.append((f"turn {number} ({name})", told_of(turn)))
                 self.turns.append(link := hash((link, self.said[-1])))
-            if turn.role == "assistant":
-                self.answers = len(self.turns)
+            if role == "assistant":
+                self.answers = number
         self.segments = self.front + self.said
         self.size = sum([len(text) for _, text in self.segments])  # in characters
         self.memory = sum([370 + sys.getsizeof(text) for _, text in self.segments])  # in bytes
@@ -2152,7 +2177,7 @@ VERDICTS = {
 }
 
 
-@dataclasses.dataclass
+@dataclass
 class Verdict:
     """What became of a prompt. `base`: the request before; `expected`: tokens to be reused."""
 
@@ -2182,7 +2207,7 @@ class Verdict:
         return f"{told}; {self.advice} {self.cure}".replace(";  ", "; ").rstrip("; ")
 
 
-@dataclasses.dataclass
+@dataclass
 class Case:
     """A prompt, and `near`, which it was compared with: its `base` if of the same conversation."""
 
@@ -2205,9 +2230,9 @@ class Ledger:
     """The last prompts; the oldest go first."""
 
     def __init__(self, limit: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.limit, self.size = limit, 0  # bytes
-        self.entries: collections.deque[Prompt] = collections.deque()
+        self.entries: deque[Prompt] = deque()
         self.count = 0  # of all prompts judged
 
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
@@ -2329,7 +2354,7 @@ def tell_cure(case: Case, config: Config) -> None:
 
 def cures(case: Case, config: Config, name: str, value: Any) -> bool:
     """Whether with a setting a prompt, as it came, goes on from the other."""
-    editor, prompts = Editor(dataclasses.replace(config, **{name: value})), list[Prompt]()
+    editor, prompts = Editor(replace(config, **{name: value})), list[Prompt]()
     for prompt in (case.near or case.prompt, case.prompt):
         came = prompt.sent or prompt
         items = [{"role": "system", "content": came.system}]
@@ -2537,14 +2562,12 @@ def weights_of(
     return {**row, "estimated": estimated, "largest tools": of_tools}
 
 
-# ====================================================
-# Relay: HTTP on both sides, with http.server and http.client; each override says what it mends
-# ====================================================
+# ====== Relay: http.server and http.client; each override says what it mends ======
 
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
-BUFFER = 8192  # bytes for a client, half of it for the server
 PIECE_BYTES = 65536  # bytes of a body at a time
+PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream's next piece waits for more
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
@@ -2558,16 +2581,16 @@ HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", 
 HOP_BY_HOP |= {"proxy-connection", "proxy-authenticate", "proxy-authorization"}
 WRITTEN_ANEW = {"host", "expect", "content-length", "x-kvproxy-conversation"}
 
-TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)\r?\n" % TOKEN)
+TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+REQUEST_LINE = re.compile(rf"({TOKEN}) ([\x21-\x7e\x80-\xff]+) HTTP/([0-9])\.([0-9])\r?\n")
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FINAL_STATUS = re.compile(rb"(?m)^HTTP/1\.[01] [2-9]")
-FIELD_LINE = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)\r?\n" % TOKEN)
+FIELD_LINE = re.compile(rf"(?m)^({TOKEN}):([\t\x20-\x7e\x80-\xff]*)\r?\n")
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
 
-Headers = list[tuple[bytes, bytes]]
-Url = urllib.parse.SplitResult
+Headers = list[tuple[str, str]]
+Url = SplitResult
 Part = tuple[bytes, bytes]  # of a body: as received, and its payload
 
 
@@ -2583,7 +2606,7 @@ class ClientGone(Exception):
     """The client hung up, or does not read."""
 
 
-READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
+READ, WRITE = 1, 4  # as POLLIN and POLLOUT
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
@@ -2606,35 +2629,19 @@ def never_wait(events: int) -> None:
     raise BlockingIOError
 
 
-class Stream(io.RawIOBase):
-    """A connected socket as a file, which calls `wait(events)` where it would block. `ends` are the
-    exceptions for a broken connection and for its end."""
+class Stream:
+    """A connected socket as a file; without a buffer while nothing comes. It calls `wait(0)` before
+    it reads, `wait(events)` where it would block. `ends`: exceptions for a broken connection, and
+    for its end."""
 
     def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
         self.broken, self.ended = ends
         self.descriptor = sock.fileno()
-        self.ahead = bytearray()  # what was read before anyone asked for it
-        self.pending = getattr(sock, "pending", int)  # bytes that only TLS knows of
+        self.ahead = bytearray()  # what came and was not asked for yet
         sock.setblocking(False)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self.ahead:
-            size = min(len(buffer), len(self.ahead))
-            buffer[:size] = self.ahead[:size]
-            del self.ahead[:size]
-            return size
-        if not self.pending():
-            self.wait(READ)
-        size = self.attempt(self.sock.recv_into, buffer, READ)
-        if not size:
-            raise self.ended("the connection ended")
-        return size
-
-    def attempt(self, call: Callable[[Any], int], data: Any, events: int) -> int:
+    def attempt(self, call: Callable[[Any], Any], data: Any, events: int) -> Any:
         while True:
             try:
                 return call(data)
@@ -2642,6 +2649,35 @@ class Stream(io.RawIOBase):
                 self.wait(events)
             except OSError as error:
                 raise self.broken(str(error)) from None
+
+    def fill(self) -> None:
+        self.wait(0)
+        data = self.attempt(self.sock.recv, PIECE_BYTES, READ)
+        if not data:
+            raise self.ended("the connection ended")
+        self.ahead += data
+
+    def take(self, size: int) -> bytes:
+        data = bytes(self.ahead[:size])
+        del self.ahead[:size]
+        return data
+
+    def peek(self) -> int:
+        """The next byte."""
+        if not self.ahead:
+            self.fill()
+        return self.ahead[0]
+
+    def read1(self, size: int) -> bytes:
+        self.peek()
+        return self.take(size)
+
+    def readline(self, limit: int, status: int = 431) -> bytes:
+        while (end := self.ahead.find(b"\n", 0, limit)) < 0:
+            if len(self.ahead) >= limit:
+                raise BadMessage(status, "A line of the head is too long")
+            self.fill()
+        return self.take(end + 1)
 
     def read_ahead(self) -> bool:
         """Take in what has come; False when the connection has ended."""
@@ -2659,34 +2695,23 @@ class Stream(io.RawIOBase):
             sent = self.attempt(self.sock.send, data, WRITE)
             data = memoryview(data)[sent:] if sent < len(data) else b""
 
-    def makefile(self, mode: str, size: int = BUFFER // 2) -> Any:
-        return io.BufferedReader(self, size)
+    def makefile(self, *_: object) -> Stream:
+        return self
 
     def flush(self) -> None:
-        """http.client asks for it after it closed the socket."""
+        """HTTPResponse asks for it."""
 
     def close(self) -> None:
         self.sock.close()
-        super().close()
 
 
-def read_line(file: Any, limit: int, status: int = 431) -> bytes:
-    line: bytes = file.readline(limit + 1)
-    if len(line) > limit:
-        raise BadMessage(status, "A line of the head is too long")
-    return line
+class Fields:
+    """Headers with an index: HTTPMessage of the library searches all of them each time."""
 
-
-class Fields(http.client.HTTPMessage):
-    """Headers with an index: the library searches all of them each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index: dict[str, list[str]] = {}
-
-    def set_raw(self, name: str, value: str) -> None:
-        super().set_raw(name, value)
-        self.index.setdefault(name.lower(), []).append(value)
+    def __init__(self, lines: list[tuple[str, str]]) -> None:
+        self.lines, self.index = lines, dict[str, list[str]]()
+        for name, value in lines:
+            self.index.setdefault(name.lower(), []).append(value)
 
     def all(self, name: str) -> list[str]:
         """The values of a header, given in lower case."""
@@ -2701,8 +2726,7 @@ class Fields(http.client.HTTPMessage):
         """The lines to pass on, without `drop` and what Connection lists: not the length, without
         which a body would be taken for the next message."""
         dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
-        kept = (item for item in self.raw_items() if item[0].lower() not in dropped)
-        return [f"{name}: {value}" for name, value in kept]
+        return [f"{one}: {value}" for one, value in self.lines if one.lower() not in dropped]
 
     def framing(self) -> tuple[bool, int | None]:
         """Whether a body comes in chunks, and Content-Length: int() takes +5 and 1_0 too, and the
@@ -2718,17 +2742,28 @@ class Fields(http.client.HTTPMessage):
 def read_headers(file: Any, limit: int) -> Fields:
     """Header lines (RFC 9112 section 5). parse_headers() of the library splits them at a bare CR
     too, and drops all behind a line without a colon."""
-    headers = Fields()
-    for _ in range(HEADER_LIMIT + 1):
-        line = read_line(file, limit)
-        if line in (b"\r\n", b"\n"):
-            return headers
+    lines = list[bytes]()
+    while (line := file.readline(limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
-        found = FIELD_LINE.fullmatch(line)
-        if not found:
-            raise BadMessage(400, "A header line is malformed")
-        headers.set_raw(found[1].decode(), found[2].strip(b" \t").decode("latin-1"))
-    raise BadMessage(431, "There are too many header lines")
+        lines.append(line)
+        if len(lines) > HEADER_LIMIT:
+            raise BadMessage(431, "There are too many header lines")
+    found = FIELD_LINE.findall(b"".join(lines).decode("latin-1"))
+    if len(found) < len(lines):
+        raise BadMessage(400, "A header line is malformed")
+    return Fields([(name, value.strip(" \t")) for name, value in found])
+
+
+def whole_chunks(data: bytearray) -> Part:
+    """The whole chunks at a buffer's start, but for the last."""
+    at, payloads = 0, list[bytearray]()
+    while line := CHUNK_LINE.match(data, at):
+        start, end = line.end(), line.end() + int(line[1], 16)
+        if start == end or data[end : end + 2] != b"\r\n":
+            break
+        payloads.append(data[start:end])
+        at = end + 2
+    return bytes(data[:at]), b"".join(payloads)
 
 
 def read_chunks(file: Any, limit: float) -> Iterator[Part]:
@@ -2736,26 +2771,34 @@ def read_chunks(file: Any, limit: float) -> Iterator[Part]:
     look at what ends a chunk, and takes the connection's end for that of the trailers."""
     size = -1
     while size:
-        line = read_line(file, HEAD_LIMIT)
-        found = CHUNK_LINE.fullmatch(line)
-        if not found:
-            raise BadMessage(400, "A chunk's size is malformed")
-        size = left = int(found[1], 16)
+        file.peek()
+        whole, payload = whole_chunks(file.ahead)
+        size = left = len(payload)
+        if not whole:
+            line = file.readline(HEAD_LIMIT)
+            found = CHUNK_LINE.fullmatch(line)
+            if not found:
+                raise BadMessage(400, "A chunk's size is malformed")
+            size = left = int(found[1], 16)
         limit -= size
         if limit < 0:
             raise Refused(413, TOO_LONG)
+        if whole:
+            del file.ahead[: len(whole)]
+            yield whole, payload
+            continue
         while left:
             data = file.read1(min(left, PIECE_BYTES))
             left -= len(data)
-            end = b"" if left else file.read(2)
+            end = b"" if left else file.readline(2, 400)
             if end not in (b"", b"\r\n"):
                 raise BadMessage(400, "A chunk is longer than its size")
             yield line + data + end, data
             line = b""
     trailer = line
     while trailer != b"\r\n":
-        trailer = read_line(file, HEAD_LIMIT - len(line))
-        if trailer != b"\r\n" and not FIELD_LINE.fullmatch(trailer):
+        trailer = file.readline(HEAD_LIMIT - len(line))
+        if trailer != b"\r\n" and not FIELD_LINE.fullmatch(trailer.decode("latin-1")):
             raise BadMessage(400, "A trailer is malformed")
         line += trailer
     yield line, b""
@@ -2777,7 +2820,7 @@ def body_parts(file: Any, chunked: bool, left: int | None, limit: float = 1e99) 
         yield b"0\r\n\r\n", b""
 
 
-@dataclasses.dataclass
+@dataclass
 class Request:
     """A request's head, as received."""
 
@@ -2790,24 +2833,24 @@ class Request:
 
     def get(self, name: str) -> str:
         """The first value of a header, or ''."""
-        return next(iter(self.headers.all(name)), "")
+        return (self.headers.all(name) or ("",))[0]
 
 
 class Response(http.client.HTTPResponse):
     _method: str  # of the request
-    fp: Any  # a BufferedReader on the connection's Stream
-    headers: Fields
+    fp: Any  # the connection's Stream
+    headers: Any  # Fields
     keeps: bool  # the connection may be used again
 
     def begin(self) -> None:
         """Read the final answer's head (RFC 9112 section 6.3). The library takes 103 for it (RFC
         9110 section 15.2), and its parser is not strict."""
         try:
-            self.fp.peek(1)
+            self.fp.peek()
         except (ConnectionError, EOFError):
             raise http.client.RemoteDisconnected("its log may say why") from None
         for _ in range(64):  # with some like 100 and 103
-            line = read_line(self.fp, HEAD_LIMIT)
+            line = self.fp.readline(HEAD_LIMIT)
             match = STATUS_LINE.fullmatch(line)
             if not match:
                 raise BadMessage(400, "The status line is malformed")
@@ -2827,14 +2870,9 @@ class Response(http.client.HTTPResponse):
 
     def release(self) -> bool:
         """Let go of the connection; False unless it can be used again."""
-        reader, self.fp = self.fp, None
-        reader.raw.wait = never_wait
-        try:
-            reader.peek(1)
-            return False  # something came that nobody asked for
-        except BlockingIOError:
-            reader.detach()  # else it would close the connection
-            return self.keeps
+        stream, self.fp = self.fp, None  # else it would close the connection
+        stream.wait = never_wait
+        return self.keeps and not stream.ahead  # something came that nobody asked for
 
 
 class Upstream(http.client.HTTPConnection):
@@ -2889,13 +2927,10 @@ FOREIGN = "Pages of other sites may send application/json only"
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
-def error_body(path: str, status: int, message: str) -> bytes:
-    """As the SDKs of the path's dialect expect it."""
-    dialect, _ = dialect_of(path)
+def error_body(status: int, message: str) -> bytes:
+    """As the SDKs of OpenAI and of Anthropic expect it."""
     kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if dialect is not None and dialect.name == "messages":
-        return dump({"type": "error", "error": {"type": kind, "message": message}})
-    return dump({"error": {"message": message, "type": kind, "code": status}})
+    return dump({"type": "error", "error": {"message": message, "type": kind, "code": status}})
 
 
 class Relay(BaseHTTPRequestHandler):
@@ -2903,8 +2938,7 @@ class Relay(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = request_version = "HTTP/1.1"
-    rbufsize = BUFFER
-    rfile: Any
+    rfile: Any  # a Stream
     _headers_buffer: list[bytes]  # what is to be sent next
     upstream: Any = None  # an Upstream, while a request is served
     kept: Any = None  # an Upstream, between two requests
@@ -2912,6 +2946,7 @@ class Relay(BaseHTTPRequestHandler):
     until = 0.0  # on the monotonic clock: the client has to send by then
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
+    due = 0.0  # a fast stream is read again then
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -2919,13 +2954,13 @@ class Relay(BaseHTTPRequestHandler):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request = Stream(self.socket, self.wait_for_client, ClientGone, ClientGone)
         self._headers_buffer = []
-        self.until = time.monotonic() + self.config.header_timeout
+        self.until = monotonic() + self.config.header_timeout
         super().setup()
 
     def handle_one_request(self) -> None:
         """In the library a head may take for ever (each read has a time-out of its own), methods
         need a do_ function, and errors are HTML pages."""
-        self.command, self.path = "", "/"
+        self.command = ""
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
         self.server.waiting[self.socket] = False
@@ -2939,8 +2974,8 @@ class Relay(BaseHTTPRequestHandler):
             if self.exchange is None:  # else it has a line of its own
                 self.proxy.log.info("refused | status=%d | %s", status, fault)
             with suppress(ClientGone):
-                body = error_body(self.path, status, fault)
-                headers = [(b"Retry-After", b"1")] * (status == 503)
+                body = error_body(status, fault)
+                headers = [("Retry-After", "1")] * (status == 503)
                 self.respond((status, body, headers, "application/json"))
         except (ClientGone, OSError):
             self.close_connection, fault = True, "client left"
@@ -2951,7 +2986,7 @@ class Relay(BaseHTTPRequestHandler):
             if exchange is not None:
                 exchange.status, exchange.fault = status or exchange.status, fault
                 self.proxy.finished(exchange)
-            self.until = time.monotonic() + KEEP_SECONDS
+            self.until = monotonic() + KEEP_SECONDS
 
     def finish(self) -> None:
         """Close; after unread bytes that would be a reset, and lose the answer (RFC 9112 9.6)."""
@@ -2962,9 +2997,9 @@ class Relay(BaseHTTPRequestHandler):
                 self.socket.close()
             self.socket.shutdown(socket.SHUT_WR)
             self.server.waiting[self.socket] = False
-            end = time.monotonic() + LINGER_SECONDS
+            end = monotonic() + LINGER_SECONDS
             self.until = end if self.linger else 0.0
-            while self.rfile.read1(PIECE_BYTES) and time.monotonic() < end:
+            while self.rfile.read1(PIECE_BYTES) and monotonic() < end:
                 pass
         self.server.waiting.pop(self.socket, None)
         if self.kept is not None:
@@ -2976,13 +3011,15 @@ class Relay(BaseHTTPRequestHandler):
         """Raises Refused when it is slow, ClientGone when it does not read, and ConnectionError
         when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
+        if not events:
+            return
         if events == WRITE:
             if not poll(wanted, SEND_SECONDS):
                 raise ClientGone
             return
         if server is not None:
             wanted[server.sock.descriptor] = READ
-        found = poll(wanted, self.until - time.monotonic())
+        found = poll(wanted, self.until - monotonic())
         if not found:
             raise Refused(408, "Too slow; a body has a minute for each MB")
         if server is not None and server.sock.descriptor in found:
@@ -2996,12 +3033,18 @@ class Relay(BaseHTTPRequestHandler):
         """Send what there is of the answer, and wait for more. Raises TimeoutError."""
         if self._headers_buffer:
             self.flush_headers()
-        if not self.exchange.explained:
-            if self.watch(events, QUIET_SECONDS):
-                return
-            self.proxy.explain(self.exchange)
-        if not self.watch(events, self.config.read_timeout):
-            raise TimeoutError("nothing came within READ_TIMEOUT")
+        exchange = self.exchange
+        if not (events or exchange.begun):
+            return  # it may be there already
+        events = events or READ
+        if exchange.explained or not self.watch(events, QUIET_SECONDS):
+            self.proxy.explain(exchange)
+            if not self.watch(events, self.config.read_timeout):
+                raise TimeoutError("nothing came within READ_TIMEOUT")
+        if exchange.begun:
+            if (early := self.due - monotonic()) > 0:
+                time.sleep(early)
+            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * self.proxy.running)
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
@@ -3027,21 +3070,21 @@ class Relay(BaseHTTPRequestHandler):
         """The next head (RFC 9112 sections 3 and 6.3), or None. The library splits the first line
         at any white space, makes /x of //x, and overlooks `Connection: close, x`."""
         try:
-            while (start := self.rfile.peek(1)[:1]) in (b"\r", b"\n"):
-                self.rfile.read(1)
+            while (start := self.rfile.peek()) in b"\r\n":
+                self.rfile.take(1)
         except Refused:  # nothing came
             return None
-        if not re.match(TOKEN, start):
+        if not re.match(TOKEN, chr(start)):
             raise Refused(400, "This is not HTTP; the address may need http://, not https://")
-        self.until = time.monotonic() + self.config.header_timeout
-        line = read_line(self.rfile, HEAD_LIMIT, 414)
-        match = REQUEST_LINE.fullmatch(line)
+        self.until = monotonic() + self.config.header_timeout
+        line = self.rfile.readline(HEAD_LIMIT, 414)
+        match = REQUEST_LINE.fullmatch(line.decode("latin-1"))
         if not match:
             raise Refused(400, "This is no HTTP/1.1 request line")
-        method, path, old = match[1].decode(), match[2].decode("latin-1"), match[4] == b"0"
+        method, path, old = match[1], match[2], match[4] == "0"
         if absolute := re.match("(?i)https?://[^/?#]*", path):
             path = "/" + path[absolute.end() :].removeprefix("/")
-        self.command, self.path = method, path
+        self.command = method
         headers = read_headers(self.rfile, HEAD_LIMIT - len(line))
         chunked, length = headers.framing()
         self.close_connection = old or "close" in headers.members("connection")
@@ -3051,11 +3094,11 @@ class Relay(BaseHTTPRequestHandler):
         scheme, _, place = request.get("origin").lower().partition("://")
         foreign = scheme in ("http", "https") and place != host.lower()
         foreign = foreign or request.get("sec-fetch-site").lower() == "cross-site"
-        # For JSON a browser asks first (CORS preflight), and the server's answer decides.
+        # For JSON a browser asks first (CORS preflight).
         kind = request.get("content-type").partition(";")[0].strip().lower()
         unknown = host and self.proxy.loopback_only and not self.proxy.known_host(host)
         for wrong, status, text in (
-            (match[3] != b"1", 505, "Only HTTP/1.0 and HTTP/1.1 are spoken here"),
+            (match[3] != "1", 505, "Only HTTP/1.0 and HTTP/1.1 are spoken here"),
             (chunked and (length is not None or old), 400, "Content-Length and Transfer-Encoding"),
             (not (old or headers.all("host")), 400, "A request needs a Host header"),
             (twice, 400, "Host, Origin and Sec-Fetch-Site can stand there once"),
@@ -3077,16 +3120,14 @@ class Relay(BaseHTTPRequestHandler):
         if request.get("expect").lower() == "100-continue" and not request.old:
             self.until = 0.0
             try:
-                self.rfile.peek(1)  # the body may be here already
+                self.rfile.peek()  # the body may be here already
             except Refused:
                 self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        begun, size = time.monotonic(), 0
-        self.until = begun + BODY_SECONDS
+        self.until = monotonic() + BODY_SECONDS
         limit = self.config.max_body_mb << 20
         for _, data in body_parts(self.rfile, request.chunked, request.length or 0, limit):
             yield data
-            size += len(data)
-            self.until = begun + BODY_SECONDS * (1 + size / (1 << 20))
+            self.until += BODY_SECONDS * len(data) / (1 << 20)
 
     def read_body(self, request: Request) -> bytearray:
         body = bytearray()
@@ -3100,12 +3141,11 @@ class Relay(BaseHTTPRequestHandler):
 
     def serve(self, request: Request) -> str:
         """Answer a request; returns what went wrong, or ''."""
-        path = request.path.partition("?")[0]
-        if re.match("/kvproxy(/|$)", path):
+        if re.match(r"/kvproxy([/?]|\Z)", request.path):
             self.read_body(request)
             self.respond(self.proxy.pages.answer(request, self.client_address[0]))
             return ""
-        exchange = self.exchange = Exchange(request, *dialect_of(path), self.client_address[0])
+        exchange = self.exchange = Exchange(request, self.client_address[0])
         self.proxy.active[exchange] = None
         prompt = exchange.dialect is not None and request.method == "POST"
         exchange.passes = bool(request.length) and not prompt
@@ -3129,7 +3169,7 @@ class Relay(BaseHTTPRequestHandler):
     def respond(self, answer: Answer) -> None:
         status, body, headers, kind = answer
         lines = [f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Cache-Control: no-store"]
-        lines += [f"{name.decode()}: {value.decode()}" for name, value in headers]
+        lines += map(": ".join, headers)
         self.begin_answer(status, None, lines)
         if self.command != "HEAD":
             self._headers_buffer.append(bytes(body))
@@ -3195,7 +3235,7 @@ class Relay(BaseHTTPRequestHandler):
             if exchange.passes:  # the rest is no request
                 self.close_connection = self.linger = True
         self.server.waiting.pop(self.socket, None)
-        exchange.sent = time.monotonic()
+        exchange.sent = monotonic()
         return whole
 
     def relay(self, response: Response, exchange: Exchange) -> None:
@@ -3213,7 +3253,7 @@ class Relay(BaseHTTPRequestHandler):
             lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
         for received, payload in body_parts(response.fp, response.chunked, response.length):
-            exchange.begun = exchange.begun or time.monotonic()
+            exchange.begun = exchange.begun or monotonic()
             if exchange.tap is not None:
                 exchange.tap.add(payload)
             self._headers_buffer.append(payload if old else received)  # wait_for_server() sends it
@@ -3245,12 +3285,10 @@ class Exchange:
     passes = False  # its body goes out as it comes, only once
     tap: Tap | None
 
-    def __init__(
-        self, request: Request, dialect: Dialect | None, counting: bool, address: str = ""
-    ) -> None:
-        self.request, self.dialect, self.counting = request, dialect, counting
-        self.address = address  # of the client
-        self.time, self.started = time.time(), time.monotonic()
+    def __init__(self, request: Request, address: str = "") -> None:
+        self.request, self.address = request, address  # of the client
+        self.dialect, self.counting = dialect_of(request.path)
+        self.time, self.started = time.time(), monotonic()
         self.report, self.trace, self.tap = Report(), Trace(), Tap()
 
     def size(self) -> int:
@@ -3258,9 +3296,7 @@ class Exchange:
         return len(self.received or b"") + (0 if same else len(self.forwarded or b""))
 
 
-# ====================================================
-# Server: the backend, the listening socket, and Proxy, which everything hangs on
-# ====================================================
+# ====== Server: the backend, the listening socket, and Proxy, which everything hangs on ======
 
 CANDIDATES = ("http://127.0.0.1:8080", "http://127.0.0.1:9931", "http://127.0.0.1:12345")
 USUAL_PORTS = "llama-server listens on 9931 (newer) or 8080 (older), LM Studio on 1234."
@@ -3277,7 +3313,7 @@ class Backend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.url = urllib.parse.urlsplit(config.backend_url) if config.backend_url else None
+        self.url = urlsplit(config.backend_url) if config.backend_url else None
         self.lost_at = self.next_look = 0.0
         self.away: bool | None = None  # as the last request had it
         self.known: Json = {}  # what it told of itself
@@ -3292,7 +3328,7 @@ class Backend:
         """The server's URL. Raises OSError when none is set and none answers."""
         if self.url:
             return self.url
-        for url in map(urllib.parse.urlsplit, CANDIDATES):
+        for url in map(urlsplit, CANDIDATES):
             if url.port != self.config.listen_port:  # that is this proxy
                 there = copy.copy(self)
                 there.url = url
@@ -3311,13 +3347,13 @@ class Backend:
         return upstream
 
     def lost(self) -> None:
-        self.lost_at, self.away, self.known = time.monotonic(), True, {}
+        self.lost_at, self.away, self.known = monotonic(), True, {}
         if not self.config.backend_url:
             self.url = None
 
     def look(self) -> None:
         """See whether it is there; one that was is asked each 10 seconds at most."""
-        now = time.monotonic()
+        now = monotonic()
         if not self.known or now >= self.next_look:
             self.next_look = now + 10
             if not self.describe(1.0):
@@ -3337,7 +3373,7 @@ class Backend:
             url = self.locate()
             secure = url.scheme == "https"
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            with contextlib.closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
+            with closing(kind(url.hostname or "", url.port, timeout=timeout)) as link:
                 link.connect()
                 if prefill:
                     prefill.sock = link.sock
@@ -3348,7 +3384,7 @@ class Backend:
                 text = response.read(8 << 20).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException, ValueError) as error:
             return 0, str(error)
-        with suppress(ValueError, RecursionError):
+        with suppress(*UNPARSED):
             return response.status, json.loads(text)
         return response.status, text
 
@@ -3407,8 +3443,8 @@ class Server(ThreadingHTTPServer):
         self.proxy = proxy
         self.open: set[socket.socket] = set()
         # whose clients have to send, oldest first -> whether a request of theirs has begun
-        self.waiting = collections.OrderedDict[socket.socket, bool]()
-        self.guard = threading.Lock()
+        self.waiting = OrderedDict[socket.socket, bool]()
+        self.guard = Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
         self.most_open = proxy.config.max_connections
@@ -3438,7 +3474,7 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self.make_room()
-                time.sleep(0.05)  # socketserver would try again at once and burn a core
+                time.sleep(0.05)  # else socketserver burns a core
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -3446,7 +3482,7 @@ class Server(ThreadingHTTPServer):
             self.open.add(request)
             with suppress(RuntimeError):  # can't start new thread
                 return super().process_request(request, client_address)
-        body = error_body("/", 503, "Too many connections (MAX_CONNECTIONS).")
+        body = error_body(503, "Too many connections (MAX_CONNECTIONS).")
         head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         head += b"Content-Length: %d\r\nRetry-After: 1\r\nConnection: close\r\n\r\n" % len(body)
         with suppress(OSError):
@@ -3497,9 +3533,9 @@ class Proxy:
         self.capture: PrivateFile | None = None
         self.warmup = Warmup(self)
         self.server: Server | None = None
-        self.life, self.telling = threading.Lock(), threading.Lock()  # of start(); of the log
+        self.life, self.telling = Lock(), Lock()  # of start(); of the log
         self.active = dict[Exchange, None]()  # requests being served; oldest first
-        self.last_end = time.monotonic()
+        self.last_end = monotonic()
         self.allowed = set(re.split(r"[,\s]+", config.allowed_hosts.lower()))
         self.loopback_only = is_loopback(config.listen_host)
 
@@ -3516,7 +3552,7 @@ class Proxy:
             self.server = Server(self)
             self.warmup.start()
             serve = self.server.serve_forever
-            threading.Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True).start()
+            Thread(target=serve, args=(0.2,), name="kvproxy", daemon=True).start()
         return self
 
     def stop(self, grace: float = DRAIN_SECONDS) -> None:
@@ -3529,8 +3565,8 @@ class Proxy:
             server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
         server.shutdown()
         server.server_close()
-        until = time.monotonic() + grace
-        while server.open and (now := time.monotonic()) < until + 2:
+        until = monotonic() + grace
+        while server.open and (now := monotonic()) < until + 2:
             idle = [one for one, begun in list(server.waiting.items()) if not begun]
             for connection in idle if now < until else list(server.open):
                 with suppress(OSError):
@@ -3600,7 +3636,7 @@ class Proxy:
         try:
             edited = exchange.forwarded is not received
             original = Prompt(self.reader.view(received, view.dialect)) if edited else None
-            talk, now = exchange.trace.conversation, time.monotonic()
+            talk, now = exchange.trace.conversation, monotonic()
             prompt = Prompt(view, talk, exchange.side, now, original)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
             case.idle, case.ahead = exchange.started - self.last_end, exchange.ahead
@@ -3627,7 +3663,7 @@ class Proxy:
         self.backend.away = False
 
     def finished(self, exchange: Exchange) -> None:
-        exchange.ended = self.last_end = time.monotonic()
+        exchange.ended = self.last_end = monotonic()
         self.active.pop(exchange, None)
         try:
             self.settle(exchange)
@@ -3644,24 +3680,23 @@ class Proxy:
         for event in itertools.chain(*events):
             if event.get("error"):  # in the middle of a stream
                 error = dump(event)
-        answered = exchange.status == 200 and not error
+        said, answered = pieces_of(events), exchange.status == 200 and not error
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
         if answered:
             exchange.usage = usage_of(events)
-            said = [text for text, _ in answer_parts(events[:1])]
-            exchange.answer = "".join(said)[:ANSWER_SHOWN]
+            exchange.answer = "".join([one for part in said[:1] for one, _ in part])[:ANSWER_SHOWN]
         else:
             exchange.error = error_text(error, exchange.request)
             exchange.verdict = exchange.case = None
         full = exchange.status in (200, 400) and CONTEXT_FULL.search(error)
-        exchange.error += CONTEXT_ADVICE if full else ""
-        exchange.error += TWICE_V1 if exchange.request.path.startswith("/v1/v1/") else ""
-        exchange.error = exchange.error.strip()
+        twice = exchange.request.path.startswith("/v1/v1/")
+        hints = CONTEXT_ADVICE * bool(full) + TWICE_V1 * twice
+        exchange.error = (exchange.error + hints).strip()
         if record := trace.record:
-            record.answer, record.tap = heard_answer(events) if answered else None, None
+            record.answer, record.tap = heard_answer(said) if answered else None, None
             if record.answer:
                 self.replay.answered(trace, record.answer)
             if full:
@@ -3735,6 +3770,7 @@ def keys_of(request: Request) -> dict[str, str]:
     return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
+@functools.lru_cache(64)
 def address_of(host: str) -> Any:
     """The IP address that a text is; None of any other."""
     with suppress(ValueError):
@@ -3761,7 +3797,7 @@ def printable(path: str) -> str:
 def error_text(answer: bytes, request: Request) -> str:
     """The beginning of a server's error, without the request's keys, which some servers quote."""
     text = answer.decode("utf-8", "replace")
-    with suppress(ValueError, RecursionError):
+    with suppress(*UNPARSED):
         error = members(json.loads(text)).get("error")
         text = str(members(error).get("message") or error or text)
     keys = " ".join(map(request.get, CLIENT_HEADERS[:3])).split()
@@ -3808,8 +3844,8 @@ def log_lines(exchange: Exchange) -> list[str]:
 
 
 def reused_share(prompts: Sequence[Any]) -> float | None:
-    total = sum(one.usage.prompt for one in prompts)
-    return sum(one.usage.cached for one in prompts) / total if total else None
+    total = sum([one.usage.prompt for one in prompts])
+    return sum([one.usage.cached for one in prompts]) / total if total else None
 
 
 REUSED, READ_ANEW = 'state="reused"', 'state="read"'  # labels of prompt_tokens_total
@@ -3819,13 +3855,13 @@ class Metrics:
     KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
 
     def __init__(self, config: Config) -> None:
-        self.config, self.guard = config, threading.Lock()
-        self.recent = collections.deque[Exchange]()
+        self.config, self.guard = config, Lock()
+        self.recent = deque[Exchange]()
         self.kept = 0  # bytes of their bodies
-        self.window = collections.deque[Any](maxlen=20)  # exchanges whose reuse was reported
+        self.window = deque[Any](maxlen=20)  # exchanges whose reuse was reported
         self.failure: tuple[int, str, str] | None = None  # of the last prompt
         # (name, label) -> number
-        self.counts: dict[tuple[str, str], float] = collections.defaultdict(int)
+        self.counts: dict[tuple[str, str], float] = defaultdict(int)
         self.counts["build_info", f'version="{__version__}"'] = 1
         self.number = self.judged = self.reported = 0  # requests; with a verdict; with numbers
         self.long_ms = self.long_tokens = 0.0  # of all long reads
@@ -3887,7 +3923,7 @@ class Metrics:
     def cause(self) -> str:
         names = [one.verdict.name for one in self.window]
         faults = [name for name in names if name not in ("extended", "cold")]
-        name, count = collections.Counter(faults or names).most_common(1)[0]
+        name, count = Counter(faults or names).most_common(1)[0]
         return f"most often ({count} of {len(names)}): {name}, {VERDICTS[name]}"
 
     def keep(self, exchange: Exchange) -> None:
@@ -3927,11 +3963,11 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 def capture_row(exchange: Exchange) -> Json:
     headers, received = dict[str, str](), exchange.received or b""
-    for name, value in exchange.request.headers.raw_items():
-        address = urllib.parse.unquote(value) if "=" in value else ""
+    for name, value in exchange.request.headers.lines:
+        address = unquote(value) if "=" in value else ""
         headers[name] = "***" if SECRET_NAME.search(f"{name} {address}") else value
     row = {**row_of(exchange), "headers": headers, "bytes": len(received)}
-    with suppress(ValueError, RecursionError):
+    with suppress(*UNPARSED):
         row["body"] = without_secrets(parse(received))
     return row
 
@@ -3945,7 +3981,7 @@ def open_private(path: str, mode: str) -> Any:
     return open(path, mode, encoding="utf-8", errors="backslashreplace", opener=private)
 
 
-@contextlib.contextmanager
+@contextmanager
 def stops_the_start(setting: str, path: str) -> Iterator[None]:
     """A file of a setting that cannot be used raises ConfigError."""
     try:
@@ -4013,7 +4049,7 @@ def read_form(view: View) -> list[Any]:
     return [front_members(view.body), *[(turn.role, told_of(turn).rstrip()) for turn in turns]]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Prefill:
     """A prompt to be read before a client's request begins with it: a head, or a conversation."""
 
@@ -4025,8 +4061,8 @@ class Prefill:
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
     given_up: bool = False  # while it was read
-    waiting: set[Exchange] = dataclasses.field(default_factory=set)  # what is held for it
-    usage: Usage = dataclasses.field(default_factory=Usage)
+    waiting: set[Exchange] = field(default_factory=set)  # what is held for it
+    usage: Usage = field(default_factory=Usage)
 
     def add_answer(self) -> bool:
         """Put the answer, as the client will repeat it, behind the prompt; False if unknown."""
@@ -4043,7 +4079,7 @@ class Prefill:
             item["content"] = [{"type": kind, "text": text}]
         elif Prompt(view).reasoning:  # the client sends it back
             item["reasoning_content"] = "".join(map(json.loads, THOUGHT.findall(answer)))
-        self.view, self.answer = dataclasses.replace(view, turns=[*view.turns, turn_of(item)]), b""
+        self.view, self.answer = replace(view, turns=[*view.turns, turn_of(item)]), b""
         return True
 
     def body(self) -> bytes:
@@ -4083,18 +4119,18 @@ class Warmup:
         self.mode = self.config.prefill_ahead if self.config.scrub else "0"
         self.heads: dict[str, Prefill] = {}  # newest last
         self.talk: Prefill | None = None  # of the newest conversation
-        self.wrong: dict[str, int] = {}  # program that is read ahead for -> wrong ones in a row
+        self.wrong: dict[str, int] = {}  # program -> wrong predictions in a row
         self.prefill: Prefill | None = None  # the one that is being read
-        self.guard = threading.Lock()
+        self.guard = Lock()
         self.written: tuple[list[str], list[Shape]] = [], []  # heads and shapes in the file
         self.keys: dict[str, str] = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
         self.next_try = 0.0  # of heads, when the server was away or refused the keys
-        self.over = threading.Event()
+        self.over = Event()
 
     def start(self) -> None:
         self.over.clear()
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread = Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
@@ -4114,7 +4150,7 @@ class Warmup:
                 self.proxy.log.exception("warm-up failed")
 
     def step(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         idle = now - self.proxy.last_end
         heads, talk = list(self.heads.values()), self.talk
         due = [head for head in heads if head.read_at <= self.proxy.backend.lost_at]
@@ -4131,11 +4167,11 @@ class Warmup:
             status, told = self.send(due[0], "warm-up")
             self.state = "warm" if status == 200 else told
             if status in (0, 502, 503, 504):
-                self.next_try = time.monotonic() + self.AWAY_WAIT
+                self.next_try = monotonic() + self.AWAY_WAIT
             elif status in (401, 403):
                 self.next_try = math.inf  # until a client brings keys
             else:
-                due[0].read_at = time.monotonic()
+                due[0].read_at = monotonic()
 
     def send(self, prefill: Prefill, name: str) -> tuple[int, str]:
         """Have the server read a prompt; returns the status (0: no answer), and what to tell."""
@@ -4143,8 +4179,8 @@ class Warmup:
             prefill.given_up, prefill.usage = False, Usage()
             if self.proxy.running or self.over.is_set():
                 return 0, "interrupted"
-            self.prefill = prefill  # a request that comes from now on finds it, see hold()
-        started, backend, counts = time.monotonic(), self.proxy.backend, self.proxy.metrics.counts
+            self.prefill = prefill  # hold() finds it from now on
+        started, backend, counts = monotonic(), self.proxy.backend, self.proxy.metrics.counts
         keys, seconds = prefill.keys or self.keys, self.config.read_timeout
         try:
             status, answer = backend.ask(prefill.path, seconds, prefill.body(), keys, prefill)
@@ -4158,7 +4194,7 @@ class Warmup:
             backend.lost()
             told = "the server is away"
         counts["idle_tokens_total", ""] += prefill.usage.read() or 0
-        self.proxy.log.info("%s | %.1f s | %s", name, time.monotonic() - started, told)
+        self.proxy.log.info("%s | %.1f s | %s", name, monotonic() - started, told)
         return status, told
 
     def hold(self, exchange: Exchange, watch: Callable[[int, float], int]) -> None:
@@ -4248,7 +4284,7 @@ class Warmup:
                 if config.scrub and config.replay:
                     self.proxy.replay.tools.apply(view, ANYBODY)
                 self.heads[key] = Prefill(head["path"], view)
-        except Exception as error:  # noqa: BLE001 - whatever somebody has written there
+        except Exception as error:  # noqa: BLE001 - whatever was written
             text = "WARMUP_FILE=%r cannot be read and starts anew: %r"
             self.proxy.log.warning(text, self.path, error)
 
@@ -4258,8 +4294,8 @@ class Warmup:
         self.keys, self.next_try = keys_of(exchange.request), 0.0
         path = exchange.request.path.partition("?")[0]
         front = View(front_members(view.body), view.dialect, [], view.turns[: view.leading()])
-        body = front.dump()  # the turns of the view would keep all of the request in memory
-        head = Prefill(path, view_of(parse(body), view.dialect), time.monotonic())
+        body = front.dump()  # the view's turns would keep the whole request
+        head = Prefill(path, view_of(parse(body), view.dialect), monotonic())
         key = digest(path, body).hex()
         with self.guard:
             self.heads.pop(key, None)
@@ -4288,9 +4324,7 @@ class Warmup:
                 os.unlink(name)
 
 
-# ====================================================
-# Status: the proxy's own endpoints, under /kvproxy
-# ====================================================
+# ====== Status: the proxy's own endpoints, under /kvproxy ======
 
 PAGE = """<!doctype html>
 <html lang="en"><meta name="viewport" content="width=device-width">
@@ -4332,10 +4366,9 @@ POLICY = (
     "default-src 'none'; style-src 'nonce-%(nonce)s'; script-src 'nonce-%(nonce)s';"
     " connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
-SAFE: Headers = [(b"X-Content-Type-Options", b"nosniff"), (b"Referrer-Policy", b"no-referrer")]
+SAFE: Headers = [("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
 JSON_LINK = '<p><a href="{0}">All as JSON</a></p>'
 ITEM = '<li><p class="row">{0}</p>{1}</li>'
-COPY = '<p><code>{0}</code> <button type="button">copy</button></p>'
 DETAILS = "<details><summary>{0}</summary><pre>{1}</pre></details>"
 TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fair"}
 MISSES = ("rewritten", "lost", "template")
@@ -4357,7 +4390,7 @@ class Pages:
         """To a request that came from the address `peer`."""
         path, get = request.path.partition("?")[0].rstrip("/"), request.get
         if request.method not in ("GET", "HEAD"):
-            return self.error(405, "Only GET and HEAD.", (b"Allow", b"GET, HEAD"))
+            return self.error(405, "Only GET and HEAD.", ("Allow", "GET, HEAD"))
         if not self.proxy.known_host(get("host")):
             return self.error(403, "Unknown Host; see ALLOWED_HOSTS.")
         if path == "/kvproxy/health":
@@ -4368,7 +4401,7 @@ class Pages:
         ours = not get("origin") or get("origin").partition("://")[2] == get("host")
         same_site = ours and get("sec-fetch-site") in ("", "none", "same-origin")
         here = is_loopback(peer) or peer == self.proxy.config.listen_host
-        near = here and not any(map(FORWARDED.match, request.headers.keys()))
+        near = here and not any(map(FORWARDED.match, request.headers.index))
         if path == "/kvproxy" and same_site:
             return self.page(near)
         if not (near and same_site):
@@ -4385,13 +4418,13 @@ class Pages:
                 return self.request_page(exchange)
         return self.error(404, "No such page.")
 
-    def json(self, status: int, value: Json, *headers: tuple[bytes, bytes]) -> Answer:
+    def json(self, status: int, value: Json, *headers: tuple[str, str]) -> Answer:
         body = bytearray()  # takes less memory than dumps()
         for piece in json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value):
             body += piece.encode("utf-8", "backslashreplace")
         return status, body, [*SAFE, *headers], "application/json"
 
-    def error(self, status: int, message: str, *headers: tuple[bytes, bytes]) -> Answer:
+    def error(self, status: int, message: str, *headers: tuple[str, str]) -> Answer:
         return self.json(status, {"error": {"message": message}}, *headers)
 
     def metrics(self) -> str:
@@ -4439,7 +4472,7 @@ class Pages:
     def html(self, title: str, main: list[str], foot: str) -> Answer:
         parts = {"title": html.escape(title), "main": "".join(main), "foot": foot}
         parts |= {"nonce": uuid.uuid4().hex, "version": __version__}
-        headers = [*SAFE, (b"Content-Security-Policy", (POLICY % parts).encode())]
+        headers = [*SAFE, ("Content-Security-Policy", POLICY % parts)]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
     def page(self, near: bool = True) -> Answer:
@@ -4560,7 +4593,7 @@ class Pages:
         if exchange.status != 200:
             facts[0] = f"status {exchange.status or '-'}"
         if not number:
-            facts[0] = f"running for {duration(time.monotonic() - start)}"
+            facts[0] = f"running for {duration(monotonic() - start)}"
         for name, at in (("first byte", exchange.begun), ("all", exchange.ended)):
             facts += [f"{name} {duration(at - start)}"] if at else []
         title = time.strftime(f"#{number} %Y-%m-%d %H:%M:%S", time.localtime(exchange.time))
@@ -4604,7 +4637,8 @@ def tag(name: str, text: str, kind: str = "") -> str:
 
 
 def copied(setting: str) -> str:
-    return COPY.format(html.escape(setting)) if setting else ""
+    found = f'<p><code>{html.escape(setting)}</code> <button type="button">copy</button></p>'
+    return found if setting else ""
 
 
 def client_of(exchange: Exchange) -> str:
@@ -4615,7 +4649,7 @@ def read_of(usage: Usage) -> str:
     return "not told" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
 
 
-BODY_SHOWN = 100_000  # characters of a body, or of a line of a diff, on a request's page
+BODY_SHOWN = 100_000  # characters of a body, or a diff's line, on a page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
 
@@ -4638,9 +4672,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
-# ====================================================
-# Commands: demo, bench, check, inspect, serve
-# ====================================================
+# ====== Commands: demo, bench, check, inspect, serve ======
 
 
 def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -> list[float]:
@@ -4664,9 +4696,9 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
         system = f"You are helpful ({run}).\n{block}\n# Project Context\n{project}"
         text = f"[Wed 2026-02-18 20:{turn % 60:02} UTC] Question {turn}, please."
         turns.append({"role": "user", "content": text})
-        begun = time.monotonic()
+        begun = monotonic()
         answer = ask(8)
-        usage, ms = usage_of([[answer]]), 1000 * (time.monotonic() - begun)
+        usage, ms = usage_of([[answer]]), 1000 * (monotonic() - begun)
         if args.ahead:
             look = {"name": "look", "arguments": "{}"}
             calls = [{"id": f"call_{turn}", "type": "function", "function": look}]
@@ -4674,8 +4706,8 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
             result = {"tool_call_id": f"call_{turn}", "content": project[:3000]}
             turns += [{"role": "assistant", **thought}, {"role": "tool", **result}]
             answer = ask(1024)
-        until = time.monotonic() + 3  # as long as a person reads, at least
-        while warmup and (warmup.prefill or time.monotonic() < until):
+        until = monotonic() + 3  # as long as a person reads, at least
+        while warmup and (warmup.prefill or monotonic() < until):
             time.sleep(0.01)
         text = "".join(words for words, _ in answer_parts(answer))
         turns.append({"role": "assistant", "content": text or "ok"})
@@ -4693,8 +4725,8 @@ def compare(args: Words, config: Config, name: str, url: str) -> int:
     runs = [] if args.ahead else [play("straight", config, args)]
     quiet = Config(backend_url=config.backend_url, listen_port=0, log_level="error")
     for way, ahead in ways.items():
-        with Proxy(dataclasses.replace(quiet, prefill_ahead=ahead)) as proxy:
-            there, warmup = dataclasses.replace(config, backend_url=proxy.url), proxy.warmup
+        with Proxy(replace(quiet, prefill_ahead=ahead)) as proxy:
+            there, warmup = replace(config, backend_url=proxy.url), proxy.warmup
             runs.append(play(way, there, args, warmup if ahead == "1" else None))
     before, after = (sum(times[1:]) for times in runs)
     if after:
@@ -4706,7 +4738,7 @@ def compare(args: Words, config: Config, name: str, url: str) -> int:
 def next_steps(config: Config, url: str) -> str:
     """How to put kvproxy in front of a server, in any shell."""
     port = config.listen_port or 1234
-    port += urllib.parse.urlsplit(url).port == port
+    port += urlsplit(url).port == port
     python = os.path.basename(sys.executable or "python").removesuffix(".exe")
     there = f"http://127.0.0.1:{port}"
     return (
@@ -4738,9 +4770,9 @@ class SimulatedServer(BaseHTTPRequestHandler):
 def command_demo(args: Words, config: Config) -> int:
     # HTTPServer would ask DNS for this machine's name
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         there = f"http://127.0.0.1:{server.server_address[1]}"
-        simulated = dataclasses.replace(config, backend_url=there)
+        simulated = replace(config, backend_url=there)
         url = config.backend_url or CANDIDATES[0]
         code = compare(args, simulated, "a SIMULATED server (50 words a ms)", url)
         server.shutdown()
@@ -4749,7 +4781,7 @@ def command_demo(args: Words, config: Config) -> int:
 
 def command_bench(args: Words, config: Config) -> int:
     url = model_server(config).name()
-    return compare(args, dataclasses.replace(config, backend_url=url), url, url)
+    return compare(args, replace(config, backend_url=url), url, url)
 
 
 def model_server(config: Config) -> Backend:
@@ -4867,7 +4899,7 @@ class LogReader:
             if "body" in row and isinstance(row.get("path"), str):
                 return self.captured(row)
             return self.logged(raw.decode("utf-8", "replace")) if len(raw) <= 16384 else []
-        except (ValueError, RecursionError, OverflowError):
+        except (*UNPARSED, OverflowError):
             return []  # half a line, too deep, or a number that is none
 
     def captured(self, row: Json) -> list[Json]:
@@ -4996,7 +5028,7 @@ def taken_by(config: Config) -> str:
     """What to do about a port that something else has."""
     url = url_of(config.listen_host, str(config.listen_port))
     there = Backend(config)
-    there.url = urllib.parse.urlsplit(url)
+    there.url = urlsplit(url)
     if "warmup" in members(there.ask("/kvproxy/health")[1]):
         return f"kvproxy runs there already: {url}/kvproxy"
     if (owner := there.describe().get("product")) in OWNERS.values():
@@ -5021,7 +5053,7 @@ OPTIONS = {
 }
 
 
-@dataclasses.dataclass
+@dataclass
 class Words:
     command: str = ""
     file: str = ""
@@ -5029,7 +5061,7 @@ class Words:
     turns: int = 5
     json: bool = False
     ahead: bool = False
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 def read_words(words: Iterable[str]) -> Words:

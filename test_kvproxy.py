@@ -225,10 +225,8 @@ Script = Callable[["Link", Seen], None]
 
 def request_head(method: str, path: str, **headers: str) -> kvproxy.Request:
     """A request's head, without a socket."""
-    message = kvproxy.Fields()
-    for name, value in {"Host": "a", **headers}.items():
-        message.set_raw(name, value)
-    return kvproxy.Request(method, path, message)
+    lines = [("Host", "a"), *headers.items()]
+    return kvproxy.Request(method, path, kvproxy.Fields(lines))
 
 
 class Link(Peer):
@@ -1668,7 +1666,7 @@ def test_dialects_nested_bodies_are_no_error_of_ours(opener: str, closer: str) -
             f'[{{"type":"text","text":"{hello}"}},{{"type":"x","v":{deep}}}]',
             f'[{{"type":"tool_result","content":{deep}}}]',
         ):
-            exchange = kvproxy.Exchange(head, kvproxy.DIALECTS["messages"], False)
+            exchange = kvproxy.Exchange(head)
             exchange.received = exchange.forwarded = (
                 f'{{"messages":[{{"role":"user","content":{content}}},{{"role":"user","content":"{hello}"}}]}}'.encode()
             )
@@ -2671,6 +2669,21 @@ def test_scrub_the_same_text_again(dialect: str) -> None:
     left = [("system", "Hello."), ("user", "Hello."), texts[2], ("user", "Hello."), texts[4]]
     result, report = scrubbed(body_of(dialect, *texts), dialect, **MARKED_OFF)
     assert result == body_of(dialect, *left) and report.regex_removed == 3
+
+
+def test_scrub_a_known_turn_is_edited_as_its_request_wants(rig: MakeRig) -> None:
+    """One user turn under OpenClaw's system prompt and under another, by turns: what was done to it
+    for one request is not done for the other, and counts each time."""
+    made = rig(log_level="info", **SCRUB_ALL)
+    hello = ("user", STAMP + "Hello.")
+    claw, other = ("system", f"Be brief.\n{CLAW}\n"), ("system", "Be brief.")
+    for system in (claw, other, claw, claw, other):
+        seen, line = scrub_ask(
+            made, PATHS["chat"], json.dumps(body_of("chat", system, hello)).encode()
+        )
+        text = "Hello." if system is claw else STAMP + "Hello."
+        assert turns_of(json.loads(seen.body))[-1]["content"] == text
+        assert f"ts_removed={int(system is claw)}" in line
 
 
 SCRUB_ASKED = [
@@ -4213,24 +4226,24 @@ RP_STREAMS = {  # dialect: the events of an answer, with what it thought and a c
 }  # fmt: skip
 
 
+def what_is_heard(*windows: bytes) -> kvproxy.Heard:
+    return kvproxy.heard_answer(kvproxy.pieces_of(kvproxy.answer_events(*windows)))
+
+
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
 def test_replay_hears_streams(dialect: str) -> None:
     """Words and calls, without thoughts and arguments; whole, in two windows, and cut anywhere."""
     events = [f"data: {json.dumps(event)}\n\n".encode() for event in RP_STREAMS[dialect]]
     whole = b": hello\n\n" + b"".join(events) + b"data: [DONE]\n\n"
     calls = frozenset(["call1"])
-    assert kvproxy.heard_answer(kvproxy.answer_events(whole)) == kvproxy.Heard(
-        "Ilook", "Ilook", calls, True
-    )
+    assert what_is_heard(whole) == kvproxy.Heard("Ilook", "Ilook", calls, True)
     for at in range(20, len(whole) - 10, 7):
-        heard = kvproxy.heard_answer(kvproxy.answer_events(whole[:at], whole[at:]))
+        heard = what_is_heard(whole[:at], whole[at:])
         assert "Ilook".startswith(heard.opening) and heard.calls <= calls and not heard.complete
-    two = kvproxy.heard_answer(
-        kvproxy.answer_events(b"".join(events[:5]), b"data" + b"".join(events[5:]))
-    )
+    two = what_is_heard(b"".join(events[:5]), b"data" + b"".join(events[5:]))
     assert two.calls == calls
     thinking = events[:3] if dialect == "messages" else events[: 3 if dialect == "responses" else 1]
-    assert kvproxy.heard_answer(kvproxy.answer_events(b"".join(thinking))) is kvproxy.UNREAD
+    assert what_is_heard(b"".join(thinking)) is kvproxy.UNREAD
 
 
 def test_replay_hears_whole_answers() -> None:
@@ -4245,11 +4258,9 @@ def test_replay_hears_whole_answers() -> None:
         ({"output": [{"type": "message", "content": [{"type": "output_text", "text": "x"}]}]}, "x"),
     ):
         data = json.dumps(answer).encode()
-        assert kvproxy.heard_answer(kvproxy.answer_events(data)) == kvproxy.Heard(
-            heard, heard, frozenset(), True
-        )
+        assert what_is_heard(data) == kvproxy.Heard(heard, heard, frozenset(), True)
     for nothing in (b"", b"{", b"[]", b"data: x\n\n", b'{"error": {"message": "no"}}', b"[" * 9999):
-        assert kvproxy.heard_answer(kvproxy.answer_events(nothing)) is kvproxy.UNREAD
+        assert what_is_heard(nothing) is kvproxy.UNREAD
 
 
 @pytest.mark.parametrize("answers", [["Hello!", "Hello!"], ["Hello!", {}], [{}, "Hello!"]], ids=str)
@@ -5290,6 +5301,41 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
             desk.replay.lines.drop(next(iter(desk.replay.lines.values)))
         most.append((lines.most, tools.most))
     assert most[0] == most[1] == most[2] and min(most[0]) > 0
+
+
+def test_replay_answers_under_way_are_read_once(rig: MakeRig, monkeypatch: Patch) -> None:
+    """Requests that begin alike look at all answers that are under way; each is read once for all
+    of them, and again at its end."""
+    counted, over, begun = list[object](), threading.Event(), threading.Semaphore(0)
+
+    def script(link: Link, seen: Seen) -> None:
+        if len(turns_of(json.loads(seen.body))) > 2:
+            return usage_answer(link, seen, "ok")
+        link.stream()
+        rp_chunks(link, {"content": f"Answer {len(made.server.seen)}."})
+        assert over.wait(PATIENCE)
+        link.finish()
+        return None
+
+    def read(said: Any) -> kvproxy.Heard:
+        counted.append(said)
+        return hear(said)
+
+    made = rig(script)
+    hear = kvproxy.heard_answer
+    monkeypatch.setattr(kvproxy, "heard_answer", read)
+    body = json.dumps(body_of("chat", ("user", "hi"), system=RP_SYSTEM)).encode()
+    head = RELAY_CHAT + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    peers = [made.raw(head + body) for _ in range(8)]
+    for peer in peers:
+        peer.until(b"Answer")
+    client = RpClient(made)
+    went_on = [("user", "hi"), ("assistant", "Another."), ("user", "go on")]
+    for _ in range(8):
+        made.post(PATHS["chat"], client.body(went_on))
+    wait_for(lambda: len(made.proxy.metrics.recent) == 8, "the requests")
+    assert len(counted) <= 8 + 8
+    over.set()
 
 
 def test_replay_many_threads(rp_rig: Rig) -> None:
@@ -7942,7 +7988,7 @@ def ex_done(
 ) -> kvproxy.Exchange:
     """A finished exchange."""
     request = request_head("POST", "/v1/chat/completions")
-    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["chat/completions"], False)
+    exchange = kvproxy.Exchange(request)
     exchange.status, exchange.usage = 200, kvproxy.Usage(prompt, cached, ms)
     exchange.verdict = kvproxy.Verdict(name, side=side)
     return exchange
@@ -9434,8 +9480,8 @@ def relay_holds(made: Rig, size: int) -> bool:
 def test_relay_long_body_has_the_time_of_its_length(rig: MakeRig, monkeypatch: Patch) -> None:
     """Three MB may take three times as long as one."""
     monkeypatch.setattr(kvproxy, "BODY_SECONDS", 100.0)
-    clock, now = kvproxy.time.monotonic, [0.0]
-    monkeypatch.setattr(kvproxy.time, "monotonic", lambda: clock() + now[0])
+    clock, now = kvproxy.monotonic, [0.0]
+    monkeypatch.setattr(kvproxy, "monotonic", lambda: clock() + now[0])
     made = rig()
     piece = b"x" * (1 << 20)
     peer = made.raw(RELAY_CHAT + b"Content-Length: %d\r\n\r\n" % (4 * len(piece)))
@@ -10715,7 +10761,7 @@ def test_server_never_takes_itself_for_the_backend(monkeypatch: Patch) -> None:
     ],
 )
 def test_server_path_prefix_is_kept(prefix: str, target: str, wanted: str) -> None:
-    url = kvproxy.urllib.parse.urlsplit("http://127.0.0.1:1" + prefix)
+    url = kvproxy.urlsplit("http://127.0.0.1:1" + prefix)
     assert kvproxy.under(url, target) == wanted
 
 
@@ -13799,7 +13845,7 @@ def status_heavy(kind: str, size: int) -> kvproxy.Exchange:
         heavy = start + piece * (size // len(piece)) + end
         bodies.append(front + heavy + b'}, {"type": "text", "text": "%s"}]}]}' % word)
     request = request_head("POST", "/v1/messages")
-    exchange = kvproxy.Exchange(request, kvproxy.DIALECTS["messages"], False)
+    exchange = kvproxy.Exchange(request)
     exchange.received, exchange.forwarded = bodies
     return exchange
 
