@@ -30,7 +30,6 @@ import difflib
 import errno
 import functools
 import hashlib
-import html
 import http.client
 import ipaddress
 import itertools
@@ -53,6 +52,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -65,6 +65,7 @@ __version__ = "2.0.0"
 __all__ = ["Config", "ConfigError", "Proxy", "Report", "scrub"]
 
 Json = dict[str, Any]
+Texts = dict[str, str]
 
 
 # ====== Configuration: one dataclass ======
@@ -251,8 +252,7 @@ class Slot(NamedTuple):
 
     def set(self, text: Any) -> None:
         self.holder[self.key] = text
-        turn = self.turn
-        turn.raw = turn.said = turn.told = turn.letters = None
+        self.turn.raw = self.turn.said = self.turn.told = None
 
 
 @dataclass(slots=True, eq=False)
@@ -263,11 +263,10 @@ class Turn:
     holder: Json
     key: str  # holder[key] is the content
     item: Json | None  # None for text beside the list
-    raw: bytes | None = None  # the item as JSON: as it came, if nobody changed it
+    raw: bytes | None = None  # the item as JSON, as it came
     said: Said | None = None
     told: str | None = None
-    letters: str | None = None
-    stripped: Any = None  # see Scrubber.apply(): shared likewise
+    stripped: Any = None  # see Scrubber.apply()
 
     def own(self) -> Turn:
         """A copy to edit; of text beside the list, the turn itself with parts to edit."""
@@ -305,10 +304,8 @@ class View:
 
     def leading(self) -> int:
         """How many system messages the list begins with."""
-        for place, turn in enumerate(self.turns):
-            if turn.role != "system":
-                return place
-        return len(self.turns)
+        later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
+        return next(later, len(self.turns))
 
     def system(self) -> list[Turn]:
         return self.head + self.turns[: self.leading()]
@@ -321,7 +318,7 @@ class View:
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
-        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(HOLE_JSON)
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(dump(HOLE))
         return b"".join((front, b"[", turns, b"]", end))
 
 
@@ -383,8 +380,7 @@ _strict = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes
-HOLE = uuid.uuid4().hex  # stands for a body's turns; nobody can have written it
-HOLE_JSON = f'"{HOLE}"'.encode()
+HOLE = uuid.uuid4().hex  # stands for a body's turns
 LIST_START = rb'"%s":\s*\[\s*'
 ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
@@ -456,7 +452,7 @@ class Reader:
                 break
             self.followers[before] = border[0], turn
             before = turn
-        rest = raw[: start.end()] + HOLE_JSON + raw[at - 1 :]
+        rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
             body = parse(rest)
@@ -482,10 +478,10 @@ class Reader:
             raise ValueError
         turn = turn_of(parsed)
         turn.raw = text[:end].encode()
-        cost = 1500 + 3 * len(turn.raw)  # bytes, roughly
+        cost = 2000 + 2 * len(turn.raw) + 2 * sys.getsizeof(text[:end])  # bytes, roughly
         if cost > self.limit:
             raise ValueError
-        if self.size + cost > self.limit:  # a full memory starts anew: one slow request
+        if self.size + cost > self.limit:  # a full memory starts anew
             self.forget()
         self.size += cost
         self.known[start] = turn
@@ -726,11 +722,12 @@ def system_first(view: View, report: Report) -> None:
         if (turn.item or {}).get("name") or other_content(turn) or not turn.slots():
             return  # an example, or an unknown shape
     front, kept, waiting = for_the_front(view), list[Turn](), list[Turn]()
-    staying = set(front)
+    staying = Counter(front)  # equal messages are one turn
     report.system_moved += len(systems) - (view.turns[0].role == "system" and not view.head)
     for turn in view.turns:
         if turn.role == "system":
-            waiting += [] if turn in staying else [turn]
+            staying[turn] -= 1
+            waiting += [turn] if staying[turn] < 0 else []
             continue
         result = turn.role == "tool" and kept and kept[-1].role in ("assistant", "tool")
         if waiting and not result:
@@ -948,7 +945,7 @@ SURE = re.compile(  # values that vary by themselves
     r"|\b(?=[a-z_]*[\dA-Z])(?=[A-Z_]*[\da-z])(?=[A-Za-z_]*\d)\w{12,}|\btmp\w{6,10}\b",
 )
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-LISTED = re.compile(  # a line of a tree, of a list of files, of git status, of ls, of git log
+LISTED = re.compile(  # a line of a tree, a list of files, git status, ls, git log
     r"[ \t|`+\u2502]*(?:[\u251c\u2514]|[|`+]-- )|\?\? \S+\Z"
     r"|(?:[MADRCTU!][ MADRCTU]?|[ ][MADRCTU]) \S*[./]\S*\Z|[-dl][rwx-]{9}"
     r"|(?=[a-f]*\d)[0-9a-f]{7,12} \S|[ \t]*(?:[-*] )?[\w./~-]{1,200}(?:\.[A-Za-z]\w{0,7}|/)\Z"
@@ -1031,7 +1028,7 @@ class Learner:
         self.news: deque[Shape] = deque(maxlen=LEARNED_SHAPES)  # untold
         self.texts: deque[list[str]] = deque(maxlen=16)
         self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
-        self.values: dict[str, str] = {}  # the last ones, by labels
+        self.values: Texts = {}  # the last ones, by labels
         self.saved: Counter[str] = Counter()  # misses, by labels
         self.lock = Lock()
 
@@ -1120,14 +1117,14 @@ class Lifter:
         self.begun.put(conversation, (rows, texts, cut), 2 * sum(map(sys.getsizeof, texts)))
         return cut
 
-    def lift(self, view: View, conversation: int) -> dict[str, str]:
+    def lift(self, view: View, conversation: int) -> Texts:
         """Cut volatile texts out of the system prompt, where it pays, and return them."""
         if not pays(view):
             return {}
         turns = [turn for turn in view.system() if turn.slots()]
         texts = [slot.get() for turn in turns for slot in turn.slots()]
         cut = iter(self.cut(texts, conversation))
-        found: dict[str, str] = {}
+        found: Texts = {}
         for turn in turns:
             count, own = len(found), turn.own()
             for slot, (text, pieces) in zip(own.slots(), cut, strict=False):
@@ -1160,6 +1157,7 @@ SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
 MOST_COMPARED = 256  # held against a request
 LONG_ANSWER = 32  # letters by which an answer is known again
+HEARD_LETTERS = 4096  # of its beginning, and of its end
 
 Decoration = tuple[str, str]  # kind, text
 
@@ -1308,15 +1306,16 @@ class Record:
     units: list[Unit] = field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
-    partly: tuple[int, Heard] = 0, UNREAD  # so many bytes of that, and what they say
 
     def heard(self) -> Heard | None:
         tap = self.tap
         if tap is None:
             return self.answer
-        if self.partly[0] != (size := len(tap.data)) or tap.cut:
-            self.partly = size, heard_answer(pieces_of(answer_events(*tap.windows())))
-        return self.partly[1]
+        size, heard = tap.heard
+        if size != len(tap.data) or tap.cut:
+            size, heard = len(tap.data), heard_answer(answer_events(*tap.windows()))
+            tap.heard = size, heard
+        return heard
 
 
 class Bounded:
@@ -1335,7 +1334,7 @@ class Bounded:
             return None
 
     def drop(self, key: int) -> None:
-        self.put(key, None, self.limit)  # too much to be kept
+        self.put(key, None, 100)  # else it seems forgotten
 
     def put(self, key: int, value: Any, size: int) -> None:
         with self.lock:
@@ -1449,7 +1448,7 @@ class Replay:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
 
     def apply(
-        self, view: View, history: History, lifted: dict[str, str], report: Report, asker: Asker
+        self, view: View, history: History, lifted: Texts, report: Report, asker: Asker
     ) -> Trace:
         units = history.units
         whose = hash((asker.client, view.dialect.name))
@@ -1498,9 +1497,10 @@ class Replay:
                 break
             edited = []
             lines = self.by_place.get(places[at - 1], [])[::-1]
-            records = list(filter(None, map(self.lines.values.get, lines)))[:left]
+            records = list(map(self.lines.values.get, lines))[:left]
             left -= len(records)
-            ranked = [(agreement(one, units[at], at), one) for one, _ in records]
+            known = [one[0] for one in records if one and one[0]]
+            ranked = [(agreement(one, units[at], at), one) for one in known]
             for evidence, record in sorted(ranked, key=lambda one: -one[0]):
                 if best == (at, 1) or best > (at, 1 + evidence):
                     break
@@ -1511,6 +1511,8 @@ class Replay:
                     edited.append(record.line)
             for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
+            if best[0] == at and None in records:
+                return 0, None  # what is forgotten may have agreed as well
         depth, evidence = best
         if not depth or evidence == 1:
             return 0, None
@@ -1546,7 +1548,7 @@ class Replay:
         goes_on = known and self.lines.get(known.line) is known and depth == len(known.units)
         line = known.line if known and goes_on else next(self.numbers)  # else it branches off
         record = trace.record = Record(trace.conversation, history.newest, line)
-        size = 500 + 400 * len(units)
+        size = 3000 + 400 * len(units)
         for at, unit in enumerate(units):
             sent = unit.stored or unit
             if sent is unit:
@@ -1659,13 +1661,11 @@ def topics(text: str, other: bool = False) -> Counter[str]:
     return Counter([one[0].strip() if one[1:] or other else "" for one in labelled])
 
 
-def settle_insertions(
-    history: History, depth: int, lifted: dict[str, str]
-) -> tuple[int, dict[str, str]]:
+def settle_insertions(history: History, depth: int, lifted: Texts) -> tuple[int, Texts]:
     """How many of `depth` units may be restored, and what is set down, so that the newest value
     stands last: none that the client no longer has, and in a tool loop only a clock may wait."""
     while True:
-        wanted, standing, since = lifted.copy(), dict[str, str](), dict[str, int]()
+        wanted, standing, since = lifted.copy(), Texts(), dict[str, int]()
         first, place = history.first, history.units.index(history.first)
         if first.stored and place < depth:
             for number, (kind, now) in enumerate(first.blocks):
@@ -1694,7 +1694,7 @@ def settle_insertions(
         depth = history.target
 
 
-def insert_lifted(history: History, depth: int, pending: dict[str, str]) -> None:
+def insert_lifted(history: History, depth: int, pending: Texts) -> None:
     """Put texts in front of the newest user's words, or of the first's if no history is known; and
     of decorations that may tell something newer."""
     place = next(at for at, unit in enumerate(history.units) if unit.speaks)
@@ -1735,7 +1735,7 @@ class Editor:
                 system_first(view, report)
         if not (edited and config.replay):
             return Trace(replay.conversation(view))
-        history, lifted = History(replay.units(view)), dict[str, str]()
+        history, lifted = History(replay.units(view)), Texts()
         if history.target:  # else it could not be set down
             talk = hash((asker.client, view.dialect.name, history.opening))
             lifted = self.lifter.lift(view, talk)
@@ -1764,10 +1764,8 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     if unit.spoken is None:
         turns = [turn for turn in unit.turns if turn.role == "assistant"]
-        for turn in turns:
-            turn.letters = letters(turn.text()) if turn.letters is None else turn.letters
-        calls = frozenset([plain(ident) for ident, _ in unit.calls])
-        unit.spoken = "".join([str(turn.letters) for turn in turns]), calls
+        said = letters("\n".join([turn.text() for turn in turns]))
+        unit.spoken = said, frozenset([plain(ident) for ident, _ in unit.calls])
     return unit.spoken
 
 
@@ -1984,16 +1982,15 @@ ANSWER_KEYS = ("choices", "message", "delta", "content", "content_block", "text"
 WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.delta")
 
 
-def pieces_of(windows: list[list[Json]]) -> list[list[tuple[str, str]]]:
-    return [list(answer_parts(events)) for events in windows]
-
-
-def heard_answer(said: list[list[tuple[str, str]]]) -> Heard:
+def heard_answer(windows: list[list[Json]]) -> Heard:
+    said = [list(answer_parts(events)) for events in windows]
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(texts):
         return UNREAD
-    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
+    complete = len(texts) == 1 and len(texts[0]) <= HEARD_LETTERS
+    opening, closing = texts[0][:HEARD_LETTERS], texts[-1][-HEARD_LETTERS:]
+    return Heard(opening, closing, frozenset(calls), complete)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2005,7 +2002,7 @@ def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     kind = value.get("type")
     if kind in ("tool_use", "function_call") or key == "tool_calls":
         yield "", str(value.get("call_id") or value.get("id") or "")
-    elif not str(kind).endswith(".done"):  # such an event says again what has been said
+    elif not str(kind).endswith(".done"):  # it repeats what has been said
         for name in [name for name in ANSWER_KEYS if name in value]:
             part = value[name]
             if not isinstance(part, str):
@@ -2084,8 +2081,7 @@ class Prompt:
         turns = view.turns[view.leading() :]
         for turn in turns:
             item, role, number = turn.item or {}, turn.role, len(self.turns) + 1
-            parts = listed(item.get("content")) if role == "assistant" else []
-            kinds = [role, *[members(part).get("type") for part in parts]]
+            kinds = [role, *[members(one).get("type") for one in listed(item.get("content"))]]
             if item.get("reasoning_content") or [kind for kind in kinds if kind in THOUGHT_PARTS]:
                 self.reasoning.add(number)
             if role != "reasoning":
@@ -2567,7 +2563,7 @@ def weights_of(
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
 PIECE_BYTES = 65536  # bytes of a body at a time
-PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream's next piece waits for more
+PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream's pieces wait for more
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
@@ -2585,7 +2581,7 @@ TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 REQUEST_LINE = re.compile(rf"({TOKEN}) ([\x21-\x7e\x80-\xff]+) HTTP/([0-9])\.([0-9])\r?\n")
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: ([\t\x20-\x7e\x80-\xff]*))?\r?\n")
 FINAL_STATUS = re.compile(rb"(?m)^HTTP/1\.[01] [2-9]")
-FIELD_LINE = re.compile(rf"(?m)^({TOKEN}):([\t\x20-\x7e\x80-\xff]*)\r?\n")
+FIELD_LINE = re.compile(rf"({TOKEN}):([\t\x20-\x7e\x80-\xff]*)\r?\n")
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
 LENGTH = re.compile(r"[0-9]{1,19}")
 
@@ -2607,6 +2603,7 @@ class ClientGone(Exception):
 
 
 READ, WRITE = 1, 4  # as POLLIN and POLLOUT
+ENDED = getattr(select, "POLLRDHUP", 0)  # half of the connection; Linux
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
@@ -2742,16 +2739,16 @@ class Fields:
 def read_headers(file: Any, limit: int) -> Fields:
     """Header lines (RFC 9112 section 5). parse_headers() of the library splits them at a bare CR
     too, and drops all behind a line without a colon."""
-    lines = list[bytes]()
+    found = list[tuple[str, str]]()
     while (line := file.readline(limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
-        lines.append(line)
-        if len(lines) > HEADER_LIMIT:
+        field_line = FIELD_LINE.fullmatch(line.decode("latin-1"))
+        if not field_line:
+            raise BadMessage(400, "A header line is malformed")
+        found.append((field_line[1], field_line[2].strip(" \t")))
+        if len(found) > HEADER_LIMIT:
             raise BadMessage(431, "There are too many header lines")
-    found = FIELD_LINE.findall(b"".join(lines).decode("latin-1"))
-    if len(found) < len(lines):
-        raise BadMessage(400, "A header line is malformed")
-    return Fields([(name, value.strip(" \t")) for name, value in found])
+    return Fields(found)
 
 
 def whole_chunks(data: bytearray) -> Part:
@@ -2905,6 +2902,7 @@ class Tap:
     def __init__(self) -> None:
         self.data, self.cut = bytearray(), False  # without its middle
         self.whole: bytearray | None = None
+        self.heard = 0, UNREAD  # what so many bytes say
 
     def add(self, data: bytes) -> None:
         self.data += data
@@ -2943,10 +2941,10 @@ class Relay(BaseHTTPRequestHandler):
     upstream: Any = None  # an Upstream, while a request is served
     kept: Any = None  # an Upstream, between two requests
     exchange: Any = None  # an Exchange, likewise
-    until = 0.0  # on the monotonic clock: the client has to send by then
+    until = 0.0  # the client has to send by then
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
-    due = 0.0  # a fast stream is read again then
+    due = 0.0  # a fast stream's next piece
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -2981,6 +2979,7 @@ class Relay(BaseHTTPRequestHandler):
             self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
+            self.server.fast.discard(self)
             self.server.hold(-self.held)
             exchange, self.exchange = self.exchange, None
             if exchange is not None:
@@ -3004,7 +3003,7 @@ class Relay(BaseHTTPRequestHandler):
         self.server.waiting.pop(self.socket, None)
         if self.kept is not None:
             self.kept.close()
-        self.request.wait = never_wait  # it refers to this handler, which refers to it
+        self.request.wait = never_wait  # no cycle
         super().finish()
 
     def wait_for_client(self, events: int) -> None:
@@ -3041,23 +3040,27 @@ class Relay(BaseHTTPRequestHandler):
             self.proxy.explain(exchange)
             if not self.watch(events, self.config.read_timeout):
                 raise TimeoutError("nothing came within READ_TIMEOUT")
-        if exchange.begun:
-            if (early := self.due - monotonic()) > 0:
+        if exchange.begun and exchange.stream and self.upstream.tls is None:
+            fast, early = self.server.fast, self.due - monotonic()
+            if early > 0:
+                fast.add(self)
                 time.sleep(early)
-            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * self.proxy.running)
+            else:
+                fast.discard(self)
+            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * (1 + len(fast)))
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
         Raises ClientGone when the client hangs up, or half of it, as for llama-server itself."""
         client = self.request
         while True:
-            room = len(client.ahead) < HEAD_LIMIT  # for requests that come before their time
-            wanted = {client.descriptor: READ if room else 0}
+            room = len(client.ahead) < HEAD_LIMIT  # for pipelined requests
+            wanted = {client.descriptor: READ if room else ENDED}
             if self.upstream is not None:
                 wanted[self.upstream.sock.descriptor] = events | READ
             found = poll(wanted, seconds)
             more = found.pop(client.descriptor, 0)
-            if more and not client.read_ahead():
+            if more and not (room and client.read_ahead()):
                 raise ClientGone
             for happened in found.values():
                 if events == WRITE and happened & ~WRITE:
@@ -3179,10 +3182,12 @@ class Relay(BaseHTTPRequestHandler):
         """Send the request on and relay the answer; returns why that was cut, or ''. It is repeated
         only where nothing came on a used connection (RFC 9112 section 9.3.1)."""
         backend = self.proxy.backend
-        if exchange.passes and self.kept is not None:
-            self.kept.close()
-            self.kept = None
         upstream, self.kept = self.kept, None
+        if upstream is not None and (
+            exchange.passes or not upstream.sock.read_ahead() or upstream.sock.ahead
+        ):  # it has ended, or nobody asked for what came
+            upstream.close()
+            upstream = None
         reused = upstream is not None
         try:
             upstream = self.upstream = upstream or backend.connect()
@@ -3364,7 +3369,7 @@ class Backend:
         path: str,
         timeout: float = 3.0,
         body: bytes | None = None,
-        keys: dict[str, str] | None = None,
+        keys: Texts | None = None,
         prefill: Prefill | None = None,
     ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of a GET, or of a POST with a body; (0, reason) without."""
@@ -3388,7 +3393,7 @@ class Backend:
             return response.status, json.loads(text)
         return response.status, text
 
-    def describe(self, timeout: float = 3.0, keys: dict[str, str] | None = None) -> Json:
+    def describe(self, timeout: float = 3.0, keys: Texts | None = None) -> Json:
         """What the server tells of itself; {} without an answer."""
         status, answer = self.ask("/v1/models", timeout, None, keys)
         props = members(self.ask("/props", timeout, None, keys)[1]) if status else {}
@@ -3430,7 +3435,7 @@ def under(url: Url, target: str) -> str:
     return url.path.rstrip("/").removesuffix("/v1") + target
 
 
-def api_key() -> dict[str, str]:
+def api_key() -> Texts:
     key = os.environ.get("API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -3442,8 +3447,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.open: set[socket.socket] = set()
-        # whose clients have to send, oldest first -> whether a request of theirs has begun
+        # whose clients have to send, oldest first -> whether in a request
         self.waiting = OrderedDict[socket.socket, bool]()
+        self.fast = set[Relay]()  # whose streams bring pieces faster than they are passed on
         self.guard = Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
@@ -3457,7 +3463,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Relay)
 
-    def server_bind(self) -> None:  # the library's asks DNS for this machine's name
+    def server_bind(self) -> None:  # the library's asks DNS
         if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         socketserver.TCPServer.server_bind(self)
@@ -3646,7 +3652,7 @@ class Proxy:
         except Exception:
             self.log.exception("a request could not be explained")
 
-    def diagnosis(self, exchange: Exchange) -> dict[str, str]:
+    def diagnosis(self, exchange: Exchange) -> Texts:
         if exchange.request.get("x-cache-diagnostic") != "true":
             return {}
         self.explain(exchange)
@@ -3680,14 +3686,14 @@ class Proxy:
         for event in itertools.chain(*events):
             if event.get("error"):  # in the middle of a stream
                 error = dump(event)
-        said, answered = pieces_of(events), exchange.status == 200 and not error
+        answered = exchange.status == 200 and not error
         if answered or (exchange.sent and not exchange.status):  # or the client left
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
         if answered:
             exchange.usage = usage_of(events)
-            exchange.answer = "".join([one for part in said[:1] for one, _ in part])[:ANSWER_SHOWN]
+            exchange.answer = "".join([one for one, _ in answer_parts(events[:1])])[:ANSWER_SHOWN]
         else:
             exchange.error = error_text(error, exchange.request)
             exchange.verdict = exchange.case = None
@@ -3696,7 +3702,7 @@ class Proxy:
         hints = CONTEXT_ADVICE * bool(full) + TWICE_V1 * twice
         exchange.error = (exchange.error + hints).strip()
         if record := trace.record:
-            record.answer, record.tap = heard_answer(said) if answered else None, None
+            record.answer, record.tap = heard_answer(events) if answered else None, None
             if record.answer:
                 self.replay.answered(trace, record.answer)
             if full:
@@ -3766,7 +3772,7 @@ def url_of(host: str, port: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def keys_of(request: Request) -> dict[str, str]:
+def keys_of(request: Request) -> Texts:
     return {name: key for name in ("authorization", "x-api-key") if (key := request.get(name))}
 
 
@@ -3852,7 +3858,7 @@ REUSED, READ_ANEW = 'state="reused"', 'state="read"'  # labels of prompt_tokens_
 
 
 class Metrics:
-    KEEP_BYTES = 32 << 20  # of the bodies kept for the status page
+    KEEP_BYTES = 32 << 20  # of bodies for the status page
 
     def __init__(self, config: Config) -> None:
         self.config, self.guard = config, Lock()
@@ -3962,7 +3968,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def capture_row(exchange: Exchange) -> Json:
-    headers, received = dict[str, str](), exchange.received or b""
+    headers, received = Texts(), exchange.received or b""
     for name, value in exchange.request.headers.lines:
         address = unquote(value) if "=" in value else ""
         headers[name] = "***" if SECRET_NAME.search(f"{name} {address}") else value
@@ -4007,7 +4013,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
         if os.fstat(file.fileno()).st_size:
             with open(self.baseFilename, "rb") as written:
                 written.seek(-1, os.SEEK_END)
-                if written.read() != b"\n":  # half a line, after a crash or a full disk
+                if written.read() != b"\n":  # half a line, after a crash
                     file.write("\n")
         return file
 
@@ -4033,7 +4039,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
 FRONT_MEMBERS = ("model", "system", "instructions", "tools", "parallel_tool_calls", "reasoning",
                  "reasoning_effort", "chat_template_kwargs")  # fmt: skip
 AHEAD_BYTES = 4 << 20  # longer prompts and answers are not read ahead
-WRONG_TOKENS = 1000  # read ahead for nothing; given up after two such predictions in a row
+WRONG_TOKENS = 1000  # read for nothing; given up after two in a row
 END = re.compile(r'"(?:finish_reason|stop_reason|status)": ?"(\w+)"')
 ENDS = {"stop", "end_turn", "completed", "in_progress"}  # of whole answers without tool calls
 THOUGHT = re.compile(r'"reasoning_content": ?("(?:[^"\\]|\\.)*")')
@@ -4057,7 +4063,7 @@ class Prefill:
     view: View  # as it was forwarded
     read_at: float = 0.0  # 0: never
     whose: tuple[str, bytes] = "", b""  # conversation and client
-    keys: dict[str, str] | None = None  # None: the newest client's
+    keys: Texts | None = None  # None: the newest client's
     answer: bytes = b""  # until it stands in `view`
     sock: socket.socket | None = None
     given_up: bool = False  # while it was read
@@ -4123,9 +4129,9 @@ class Warmup:
         self.prefill: Prefill | None = None  # the one that is being read
         self.guard = Lock()
         self.written: tuple[list[str], list[Shape]] = [], []  # heads and shapes in the file
-        self.keys: dict[str, str] = {}  # the newest client's
+        self.keys: Texts = {}  # the newest client's
         self.state = "waiting" if self.enabled else "off"
-        self.next_try = 0.0  # of heads, when the server was away or refused the keys
+        self.next_try = 0.0  # of heads, after a failure
         self.over = Event()
 
     def start(self) -> None:
@@ -4343,7 +4349,7 @@ dl, .row { display: flex; flex-wrap: wrap; gap: 0 1rem }
 addEventListener("click", async ({ target }) => {
   if (target.tagName !== "BUTTON") return;
   const code = target.previousElementSibling;
-  getSelection().selectAllChildren(code);  // stays if copying fails
+  getSelection().selectAllChildren(code);
   await navigator.clipboard.writeText(code.textContent);
   getSelection().empty();
   target.textContent = "copied";
@@ -4374,7 +4380,7 @@ TONES = {"extended": "good", "rewritten": "bad", "lost": "bad", "template": "fai
 MISSES = ("rewritten", "lost", "template")
 LINES = {"+": "good", "-": "bad", "@": "soft"}
 
-# of a web server in front, which asks for somebody else
+# of a web server in front
 FORWARDED = re.compile(r"(?i)(?:forwarded|x-forwarded-.*|x-real-ip|via)\Z")
 
 Answer = tuple[int, bytes | bytearray, Headers, str]
@@ -4470,7 +4476,7 @@ class Pages:
         return row
 
     def html(self, title: str, main: list[str], foot: str) -> Answer:
-        parts = {"title": html.escape(title), "main": "".join(main), "foot": foot}
+        parts = {"title": escape(title), "main": "".join(main), "foot": foot}
         parts |= {"nonce": uuid.uuid4().hex, "version": __version__}
         headers = [*SAFE, ("Content-Security-Policy", POLICY % parts)]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
@@ -4487,13 +4493,13 @@ class Pages:
         off = [f"{name}=0" for name, value in settings.items() if value is False or value == "0"]
         main = [
             tag("p", f"Switched off: {', '.join(off)}.", "fair") if off else "",
-            f'<p id="state" role="status" class="state {tone}">{html.escape(state)}</p>',
+            f'<p id="state" role="status" class="state {tone}">{escape(state)}</p>',
             f"{hint}{self.facts()}<h2>Last requests</h2>",
             self.rows(requests, near) or "None.",
         ]
         if near:
             told = "\n".join(f"{name} = {value}" for name, value in settings.items())
-            more = DETAILS.format("Settings in force", html.escape(told))
+            more = DETAILS.format("Settings in force", escape(told))
             main.append(self.learned())
             return self.html("Status", main, JSON_LINK.format("/kvproxy/requests") + more)
         there = proxy.url.removeprefix("http://")
@@ -4511,7 +4517,7 @@ class Pages:
         main += [tag("pre", line[:BODY_SHOWN], LINES.get(line[0], "")) for line in row["diff"]]
         main += [tag("h2", "The answer begins"), tag("pre", exchange.answer or "-")]
         for name in ("received", "forwarded"):
-            shown = html.escape(row[name][:BODY_SHOWN], False)
+            shown = escape(row[name][:BODY_SHOWN], False)
             main.append(DETAILS.format(f"{name}: {len(row[name]):,} characters", shown))
         more = JSON_LINK.format(f"/kvproxy/requests/{exchange.number}.json")
         return self.html(title, main, more)
@@ -4575,11 +4581,11 @@ class Pages:
         for shape in list(learner.shapes):
             words, setting = learned(shape, self.proxy.config)
             words += f"; long reads saved: {learner.saved[shape.name()]}"
-            rows += ITEM.format(html.escape(words), copied(setting))
+            rows += ITEM.format(escape(words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
     def rows(self, requests: list[Exchange], near: bool) -> str:
-        groups: dict[str, str] = {}
+        groups: Texts = {}
         for one in requests:
             name = one.trace.conversation[:8]
             title = f"Conversation {name}" if name else "Other requests"
@@ -4633,11 +4639,11 @@ def cause_html(verdict: Verdict) -> str:
 
 def tag(name: str, text: str, kind: str = "") -> str:
     kind = f' class="{kind}"' if kind else ""
-    return f"<{name}{kind}>{html.escape(text)}</{name}>" if text else ""
+    return f"<{name}{kind}>{escape(text)}</{name}>" if text else ""
 
 
 def copied(setting: str) -> str:
-    found = f'<p><code>{html.escape(setting)}</code> <button type="button">copy</button></p>'
+    found = f'<p><code>{escape(setting)}</code> <button type="button">copy</button></p>'
     return found if setting else ""
 
 
@@ -4768,7 +4774,7 @@ class SimulatedServer(BaseHTTPRequestHandler):
 
 
 def command_demo(args: Words, config: Config) -> int:
-    # HTTPServer would ask DNS for this machine's name
+    # HTTPServer would ask DNS
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SimulatedServer) as server:
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         there = f"http://127.0.0.1:{server.server_address[1]}"
@@ -4882,7 +4888,7 @@ class LogReader:
         self.config, self.editor, limit = config, Editor(config), config.ledger_mb << 20
         self.ledger, self.cured = Ledger(limit), Ledger(limit)  # as captured, as kvproxy sends it
         self.tasks: dict[str, Json] = {}  # what is known of each port's and slot's
-        self.slots: dict[str, str] = {}  # that a port's log spoke of last
+        self.slots: Texts = {}  # that a port's log spoke of last
         self.longest: dict[str, int] = {}  # prompt of a port since its server's start
 
     def rows(self, file: Any) -> Iterator[Json]:
@@ -5061,7 +5067,7 @@ class Words:
     turns: int = 5
     json: bool = False
     ahead: bool = False
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: Texts = field(default_factory=dict)
 
 
 def read_words(words: Iterable[str]) -> Words:
@@ -5121,7 +5127,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1 + failed(f"kvproxy: {error}")
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of stdout has seen enough: `inspect FILE | head`
+    except BrokenPipeError:  # inspect FILE | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

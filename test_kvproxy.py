@@ -22,6 +22,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import html
 import http.client
 import http.server
 import importlib.util
@@ -3282,6 +3283,18 @@ def test_scrub_roles_later_messages_stay_where_they_were_said_first(client: RpCl
         before = client.extends(before, turns)
 
 
+def test_scrub_roles_a_message_that_is_repeated_stands_last(client: RpClient) -> None:
+    """What holds now is what was said last, also if the prompt begins with the same words."""
+    plan, act = (
+        f"Mode: {name}. " + "Keep to it until told otherwise. " * 20 for name in ("plan", "act")
+    )
+    turns: list[Turn] = [("user", "a"), ("assistant", "b"), ("system", act), ("user", "c")]
+    turns += [("assistant", "d"), ("system", plan), ("user", "e")]
+    prompt = client.send(turns, system=plan)
+    told = "\n".join(prompt)
+    assert told.rindex("Mode: plan") > told.rindex("Mode: act") > told.index("Mode: plan")
+
+
 def rp_stored(replay: kvproxy.Replay) -> int:
     """Bytes of all that is kept."""
     return replay.lines.size + replay.tools.known.size
@@ -4227,7 +4240,7 @@ RP_STREAMS = {  # dialect: the events of an answer, with what it thought and a c
 
 
 def what_is_heard(*windows: bytes) -> kvproxy.Heard:
-    return kvproxy.heard_answer(kvproxy.pieces_of(kvproxy.answer_events(*windows)))
+    return kvproxy.heard_answer(kvproxy.answer_events(*windows))
 
 
 @pytest.mark.parametrize("dialect", RP_DIALECTS)
@@ -4277,6 +4290,26 @@ def test_replay_equal_requests_with_equal_answers_are_no_doubt(client: RpClient)
     for _ in range(3):
         first = client.send(RP_HELLO, "Hello!")
     client.extends(first, RP_WENT_ON)
+
+
+@pytest.mark.parametrize(
+    "parts", [("Done.", "\U0001f44d"), ("See.", "<think>hm</think>Well."), ("Yes", "No")]
+)
+def test_replay_knows_an_answer_in_several_items(client: RpClient, parts: tuple[str, str]) -> None:
+    first = client.send(RP_HELLO, "".join(parts))
+    answer: list[Turn] = [("assistant", part) for part in parts]
+    client.extends(first, [("user", "hi"), *answer, ("user", "go on")])
+
+
+def test_replay_in_doubt_when_one_of_two_is_forgotten(rig: MakeRig) -> None:
+    """Two people began alike and got the same answer; memory was short, and one of them is gone."""
+    made = rig(learn=False)
+    client = RpClient(made)
+    for name in ("Ann", "Bob"):
+        client.send([("user", rp_block(name) + "hi")], "Hello!")
+    made.finished(2)
+    made.proxy.replay.lines.values.popitem(last=False)
+    assert client.send(RP_WENT_ON) == client.came(RP_WENT_ON)
 
 
 def rp_inner(text: str) -> str:
@@ -9100,6 +9133,23 @@ def test_relay_bad_head_is_refused(relay_rig: Rig, data: bytes, statuses: tuple[
     relay_refused(relay_rig, data, statuses)
 
 
+def test_relay_bad_header_line_is_refused_before_the_head_ends(rig: MakeRig) -> None:
+    """Nobody waits for the rest of a head that is malformed already; on both sides."""
+    over = threading.Event()
+
+    def script(link: Link, seen: Seen) -> None:
+        if seen.target == "/sentinel":
+            return link.reply({})
+        link.send(b"HTTP/1.1 200 OK\r\nbad line\r\n")
+        over.wait(PATIENCE)
+        return None
+
+    made = rig(script)
+    relay_refused(made, b"GET / HTTP/1.1\r\nHost: localhost\r\nbad line\r\n", (400,))
+    assert made.get("/v1/models").status == 502
+    over.set()
+
+
 def test_relay_error_after_head_request_has_a_body(relay_rig: Rig) -> None:
     """The method of the request before does not count; an error to HEAD itself has none."""
     peer = relay_rig.raw(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -10285,7 +10335,8 @@ def test_relay_client_that_leaves_with_a_request_pipelined(rig: MakeRig, how: st
     made = rig(relay_until_the_end(ended, b"hello"))
     peer = made.raw(RELAY_POST)
     peer.until(b"hello")
-    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+    number = 1700 if hasattr(select, "POLLRDHUP") else 100  # more than are read ahead
+    peer.send(b"GET /next HTTP/1.1\r\nHost: localhost\r\n\r\n" * number)
     relay_leave(peer.sock, how)
     relay_watch(made, ended)
     assert len(made.server.seen) == 1
@@ -10541,6 +10592,35 @@ def test_relay_tls_client_that_leaves(relay_tls: MakeRig, phase: str) -> None:
         peer.until(b"hello")
     peer.close()
     relay_watch(made, ended)
+
+
+@pytest.mark.parametrize("kind", ["stream over TLS", "large answer"])
+def test_relay_waits_for_no_more_where_no_more_would_come(
+    rig: MakeRig, relay_tls: MakeRig, monkeypatch: Patch, kind: str
+) -> None:
+    """Over TLS each record is read by itself, and a large answer fills what is read anyway: these
+    are not read later so that more comes at once, however fast they are."""
+    slept: list[float] = []
+
+    class Clock:
+        def __getattr__(self, name: str) -> Any:
+            return slept.append if name == "sleep" else getattr(time, name)
+
+    def script(link: Link, seen: Seen) -> None:
+        if kind == "large answer":
+            return link.reply(bytes(8 << 20))
+        link.stream()
+        for _ in range(500):
+            link.event(b"x")
+        link.finish()
+        return None
+
+    monkeypatch.setattr(kvproxy, "time", Clock())
+    made = (rig if kind == "large answer" else relay_tls)(script)
+    stream = dict(json.loads(RELAY_HELLO), stream=kind != "large answer")
+    assert made.post("/v1/chat/completions", stream).status == 200
+    assert not slept
+    monkeypatch.undo()
 
 
 def test_relay_tls_client_that_leaves_while_a_large_body_is_sent(relay_tls: MakeRig) -> None:
@@ -13663,7 +13743,8 @@ def test_server_full_context_in_the_middle_of_a_stream(rig: MakeRig) -> None:
 
     one = rig(script)
     found = ex_exchange(one, EX_CHAT_PATH, [ex_chat(EX_HI, stream=True)])
-    assert "raise -c" in found[0].error and not one.proxy.replay.lines.values
+    assert "raise -c" in found[0].error
+    assert not any(record for record, _ in one.proxy.replay.lines.values.values())
 
 
 def test_status_errors_of_other_paths_are_told(rig: MakeRig) -> None:
@@ -13714,7 +13795,7 @@ def test_status_page_gives_the_cause_of_misses(rig: MakeRig) -> None:
     ex_exchange(
         one, EX_CHAT_PATH, [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
     )
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    text = html.unescape(one.get("/kvproxy").body.decode())
     assert (
         "Most often (3 of 4): rewritten, the client changed earlier content.</p>"
         '<p class="soft">changed in system, number: ' in text
@@ -13729,7 +13810,7 @@ def test_status_page_does_not_blame_first_prompts(rig: MakeRig) -> None:
     ex_exchange(one, EX_CHAT_PATH, firsts + gauge)
     verdicts = [judged.verdict.name for judged in one.proxy.metrics.window]
     assert verdicts.count("cold") > verdicts.count("rewritten") == 3
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    text = html.unescape(one.get("/kvproxy").body.decode())
     assert "Most often (3 of 10): rewritten, " in text
 
 
@@ -14243,11 +14324,11 @@ def test_server_learns_nothing_with_learn_off(rig: MakeRig) -> None:
 def test_status_lists_what_was_learned(rig: MakeRig) -> None:
     one = rig(ex_caching())
     status_learning(one)
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    text = html.unescape(one.get("/kvproxy").body.decode())
     assert '>Learned</h2><ul><li><p class="row">system line "Your ID is #" varies, ' in text
     assert f"<code>{STATUS_LEARNED}</code> <button" in text
     one.forwarded(EX_CHAT_PATH, status_varying(3))
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    text = html.unescape(one.get("/kvproxy").body.decode())
     assert 'system line "Your ID is #" varies, lifted; long reads saved: 1<' in text
     assert ex_metrics(one.get("/kvproxy/metrics").body.decode())["kvproxy_learned_shapes"] == 1
     assert b"Your ID" not in one.get("/kvproxy", "Via: 1.1 box\r\n").body
@@ -14313,7 +14394,7 @@ def test_status_shows_a_servers_error(rig: MakeRig, status: int, answer: Any, to
     one.finished(1)
     pages = one.get("/kvproxy"), one.get("/kvproxy/requests/1")
     row = one.get("/kvproxy/requests").json()["requests"][0]
-    shown = [kvproxy.html.unescape(page.body.decode()) for page in pages]
+    shown = [html.unescape(page.body.decode()) for page in pages]
     assert row["error"].startswith(told) and len(row["error"]) < 300
     assert f">The last request failed ({status})<" in shown[0]
     assert all(row["error"] in text for text in (*shown, one.log.lines[0]))
@@ -14327,7 +14408,7 @@ def test_status_hints_at_a_doubled_v1(rig: MakeRig) -> None:
     one.finished(1)
     hint = "/v1 stands there twice: leave it out of the agent's base URL"
     assert one.log.lines[0].endswith(f"status=200 | (kvproxy: {hint})")
-    assert hint in kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    assert hint in html.unescape(one.get("/kvproxy").body.decode())
 
 
 def test_server_keeps_the_lines_of_a_request_together(rig: MakeRig) -> None:
@@ -14412,7 +14493,7 @@ def test_status_headline_turns_after_three_misses(rig: MakeRig) -> None:
     gauge = [ex_talk(n + 1, f"Token gauge: {n}\n{EX_LONG}")[-1] for n in range(4)]
     ex_exchange(one, EX_CHAT_PATH, [*ex_talk(16), *gauge])
     one.proxy.metrics.window[-1].verdict.cure = "LIFT_REGEX='^Token gauge: .*$'"
-    text = kvproxy.html.unescape(one.get("/kvproxy").body.decode())
+    text = html.unescape(one.get("/kvproxy").body.decode())
     assert ">The last 3 prompts were read again: rewritten</p>" in text
     assert kvproxy.reused_share(one.proxy.metrics.window) > 0.7
     hint = text.split('id="state"')[1].split("<dl>")[0]
@@ -14506,7 +14587,7 @@ def test_status_request_is_a_page(rig: MakeRig) -> None:
     text = answer.body.decode()
     assert answer.get("Content-Type") == "text/html; charset=utf-8"
     assert "script-src 'nonce-" in answer.get("Content-Security-Policy")
-    plain = kvproxy.html.unescape(text)
+    plain = html.unescape(text)
     assert f'<pre class="bad">-{stamped.split(chr(10))[0]}</pre>' in plain
     assert '<pre class="good">+Hello </pre>' in plain and "<script>alert" not in text
     assert "<h2>The answer begins</h2><pre>hi</pre>" in text
