@@ -266,6 +266,7 @@ class Turn:
     raw: bytes | None = None  # the item as JSON, as it came
     said: Said | None = None
     told: str | None = None
+    letters: str | None = None  # of an answer
     stripped: Any = None  # see Scrubber.apply()
 
     def own(self) -> Turn:
@@ -310,7 +311,7 @@ class View:
     def system(self) -> list[Turn]:
         return self.head + self.turns[: self.leading()]
 
-    def system_texts(self) -> list[str]:
+    def rules(self) -> list[str]:
         return [turn.text() for turn in self.system()]
 
     def dump(self) -> bytes:
@@ -481,7 +482,7 @@ class Reader:
         cost = 2000 + 2 * len(turn.raw) + 2 * sys.getsizeof(text[:end])  # bytes, roughly
         if cost > self.limit:
             raise ValueError
-        if self.size + cost > self.limit:  # a full memory starts anew
+        if self.size + cost > self.limit:  # it starts anew
             self.forget()
         self.size += cost
         self.known[start] = turn
@@ -614,7 +615,7 @@ class Scrubber:
         report.items = len(view.turns)
         check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
-        stamps = self.stamps and any(map(OPENCLAW.search, view.system_texts()))
+        stamps = self.stamps and any(map(OPENCLAW.search, view.rules()))
         users, at = self.patterns or self.ids == "1" or stamps, 0
         for turn in view.head + view.turns:
             if turn.role != "system" and not (turn.role == "user" and users):
@@ -709,7 +710,7 @@ def reminder(text: str) -> str:
 
 def pays(view: View) -> bool:
     """Whether its front is long enough to care for."""
-    return bool(view.body.get("tools")) or sum(map(len, view.system_texts())) >= LONG_PROMPT
+    return bool(view.body.get("tools")) or sum(map(len, view.rules())) >= LONG_PROMPT
 
 
 def system_first(view: View, report: Report) -> None:
@@ -1156,8 +1157,8 @@ SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as
 SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
 MOST_COMPARED = 256  # held against a request
-LONG_ANSWER = 32  # letters by which an answer is known again
-HEARD_LETTERS = 4096  # of its beginning, and of its end
+LONG_ANSWER = 32  # letters tell an answer
+LETTERS = 4096  # of its beginning, and of its end
 
 Decoration = tuple[str, str]  # kind, text
 
@@ -1440,7 +1441,7 @@ class Replay:
     def conversation(self, view: View, opening: bytes = b"") -> str:
         """Its name, from the system prompt and the `opening`, the first user's words."""
         opening = opening or History(self.units(view)).opening
-        return digest(view.dialect.name, *view.system_texts(), opening).hex()
+        return digest(view.dialect.name, *view.rules(), opening).hex()
 
     def answered(self, trace: Trace, answer: Heard) -> None:
         """Note whose it is, should the conversation's front be rewritten."""
@@ -1452,7 +1453,7 @@ class Replay:
     ) -> Trace:
         units = history.units
         whose = hash((asker.client, view.dialect.name))
-        place = hash((whose, *view.system_texts()))
+        place = hash((whose, *view.rules()))
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
         added = 0
@@ -1512,7 +1513,7 @@ class Replay:
             for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
             if best[0] == at and None in records:
-                return 0, None  # what is forgotten may have agreed as well
+                return 0, None  # what is forgotten may agree, too
         depth, evidence = best
         if not depth or evidence == 1:
             return 0, None
@@ -1764,7 +1765,11 @@ def letters(text: str) -> str:
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     if unit.spoken is None:
         turns = [turn for turn in unit.turns if turn.role == "assistant"]
-        said = letters("\n".join([turn.text() for turn in turns]))
+        said = turns[0].letters if len(turns) == 1 else None
+        if said is None:
+            said = letters("\n".join([turn.text() for turn in turns]))
+        if len(turns) == 1:
+            turns[0].letters = said
         unit.spoken = said, frozenset([plain(ident) for ident, _ in unit.calls])
     return unit.spoken
 
@@ -1988,8 +1993,8 @@ def heard_answer(windows: list[list[Json]]) -> Heard:
     calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
     if not calls and not any(texts):
         return UNREAD
-    complete = len(texts) == 1 and len(texts[0]) <= HEARD_LETTERS
-    opening, closing = texts[0][:HEARD_LETTERS], texts[-1][-HEARD_LETTERS:]
+    complete = len(texts) == 1 and len(texts[0]) <= LETTERS
+    opening, closing = texts[0][:LETTERS], texts[-1][-LETTERS:]
     return Heard(opening, closing, frozenset(calls), complete)
 
 
@@ -2069,7 +2074,7 @@ class Prompt:
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.front, self.said = [("system", text) for text in view.system_texts()], list[Segment]()
+        self.front, self.said = [("system", text) for text in view.rules()], list[Segment]()
         self.system = "\n".join([text for _, text in self.front])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
@@ -2742,10 +2747,10 @@ def read_headers(file: Any, limit: int) -> Fields:
     found = list[tuple[str, str]]()
     while (line := file.readline(limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
-        field_line = FIELD_LINE.fullmatch(line.decode("latin-1"))
-        if not field_line:
+        match = FIELD_LINE.fullmatch(line.decode("latin-1"))
+        if not match:
             raise BadMessage(400, "A header line is malformed")
-        found.append((field_line[1], field_line[2].strip(" \t")))
+        found.append((match[1], match[2].strip(" \t")))
         if len(found) > HEADER_LIMIT:
             raise BadMessage(431, "There are too many header lines")
     return Fields(found)
@@ -3185,7 +3190,7 @@ class Relay(BaseHTTPRequestHandler):
         upstream, self.kept = self.kept, None
         if upstream is not None and (
             exchange.passes or not upstream.sock.read_ahead() or upstream.sock.ahead
-        ):  # it has ended, or nobody asked for what came
+        ):  # ended, or nobody asked for what came
             upstream.close()
             upstream = None
         reused = upstream is not None
@@ -3449,7 +3454,7 @@ class Server(ThreadingHTTPServer):
         self.open: set[socket.socket] = set()
         # whose clients have to send, oldest first -> whether in a request
         self.waiting = OrderedDict[socket.socket, bool]()
-        self.fast = set[Relay]()  # whose streams bring pieces faster than they are passed on
+        self.fast = set[Relay]()  # whose streams are faster than they are passed on
         self.guard = Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
@@ -3736,7 +3741,7 @@ class Proxy:
             case.prompt.number = exchange.number
         level = logging.WARNING if exchange.error or exchange.status >= 500 else logging.INFO
         news = self.editor.lifter.learner.news
-        with self.telling:  # keeps the lines of a request together
+        with self.telling:  # a request's lines stay together
             while news:
                 told = learned(news.popleft(), self.config)
                 self.log.info("learned: %s; to fix it: %s", *told)
@@ -4116,7 +4121,7 @@ class Warmup:
     what the next prompt begins with. One thread does it, while nothing runs."""
 
     FIRST_WAIT = 1.0  # seconds of quiet before a head is read
-    AWAY_WAIT = 5.0  # seconds between two looks at a server that is away
+    AWAY_WAIT = 5.0  # seconds between looks at a server that is away
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy, self.config = proxy, proxy.config
@@ -4655,7 +4660,7 @@ def read_of(usage: Usage) -> str:
     return "not told" if usage.read() is None else f"{usage.read():,} of {usage.prompt:,}"
 
 
-BODY_SHOWN = 100_000  # characters of a body, or a diff's line, on a page
+BODY_SHOWN = 100_000  # characters of a body or line, on a page
 DIFF_BYTES = 1 << 20  # longer bodies are not compared
 DIFF_LINES = 5000  # longer segments are not compared
 
@@ -5127,7 +5132,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1 + failed(f"kvproxy: {error}")
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # inspect FILE | head
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
