@@ -479,7 +479,8 @@ class Reader:
             raise ValueError
         turn = turn_of(parsed)
         turn.raw = text[:end].encode()
-        cost = 2000 + 2 * len(turn.raw) + 2 * sys.getsizeof(text[:end])  # bytes, roughly
+        cost = 2000 + 2 * len(turn.raw) + sys.getsizeof(text[:end])  # bytes, roughly
+        cost <<= turn.role == "system"  # for Turn.stripped
         if cost > self.limit:
             raise ValueError
         if self.size + cost > self.limit:  # it starts anew
@@ -621,10 +622,10 @@ class Scrubber:
             if turn.role != "system" and not (turn.role == "user" and users):
                 continue
             found = turn.stripped
-            if found is None or found[:2] != (self, stamps):
-                found = self, stamps, *self.stripped(turn, stamps)
-                turn.stripped = found if turn.item is not None else None
-            _, _, edited, counts = found
+            if found is None or found[0] is not self:
+                found = self, *self.stripped(turn, stamps)
+                turn.stripped = found if turn.item and turn.role == "system" else None
+            _, edited, counts = found
             if edited is not None:
                 for name, count in vars(counts).items():
                     setattr(report, name, getattr(report, name) + count)
@@ -1513,7 +1514,7 @@ class Replay:
             for line in edited if best[0] < at and learn else ():
                 self.lines.drop(line)  # the client has changed what it holds
             if best[0] == at and None in records:
-                return 0, None  # what is forgotten may agree, too
+                return 0, None  # what is gone may agree
         depth, evidence = best
         if not depth or evidence == 1:
             return 0, None
@@ -2608,7 +2609,7 @@ class ClientGone(Exception):
 
 
 READ, WRITE = 1, 4  # as POLLIN and POLLOUT
-ENDED = getattr(select, "POLLRDHUP", 0)  # half of the connection; Linux
+ENDED = getattr(select, "POLLRDHUP", 0)  # half of it; Linux
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
@@ -3190,7 +3191,7 @@ class Relay(BaseHTTPRequestHandler):
         upstream, self.kept = self.kept, None
         if upstream is not None and (
             exchange.passes or not upstream.sock.read_ahead() or upstream.sock.ahead
-        ):  # ended, or nobody asked for what came
+        ):  # ended, or unasked bytes
             upstream.close()
             upstream = None
         reused = upstream is not None
@@ -3454,7 +3455,7 @@ class Server(ThreadingHTTPServer):
         self.open: set[socket.socket] = set()
         # whose clients have to send, oldest first -> whether in a request
         self.waiting = OrderedDict[socket.socket, bool]()
-        self.fast = set[Relay]()  # whose streams are faster than they are passed on
+        self.fast = set[Relay]()  # whose streams are fast
         self.guard = Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
