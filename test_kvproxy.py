@@ -5339,7 +5339,7 @@ def test_replay_holds_its_locks_for_single_steps() -> None:
 def test_replay_answers_under_way_are_read_once(rig: MakeRig, monkeypatch: Patch) -> None:
     """Requests that begin alike look at all answers that are under way; each is read once for all
     of them, and again at its end."""
-    counted, over, begun = list[object](), threading.Event(), threading.Semaphore(0)
+    counted, over = list[object](), threading.Event()
 
     def script(link: Link, seen: Seen) -> None:
         if len(turns_of(json.loads(seen.body))) > 2:
