@@ -1521,8 +1521,8 @@ class Replay:
         record = next(record for reach, record in found if reach == best)
         rivals = [one for reach, one in found if reach in (best, (depth, 1)) and one is not record]
         for at, unit in enumerate(record.units[:depth] if rivals else ()):
-            others = [one.units[at] for one in rivals if one.units[at] is not unit]
-            if any(unit.sent() != other.sent() for other in others):
+            sent = unit.sent()
+            if any(one.units[at].sent() != sent for one in rivals if one.units[at] is not unit):
                 depth = at
                 break
         while 0 < depth < len(units) and units[depth].role != "assistant" and units[depth].calls:
