@@ -32,7 +32,6 @@ import functools
 import hashlib
 import http.client
 import ipaddress
-import itertools
 import json
 import logging.handlers
 import math
@@ -54,6 +53,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, count, groupby, islice, takewhile, zip_longest
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple, cast
@@ -311,7 +311,7 @@ class View:
     def system(self) -> list[Turn]:
         return self.head + self.turns[: self.leading()]
 
-    def rules(self) -> list[str]:
+    def system_texts(self) -> list[str]:
         return [turn.text() for turn in self.system()]
 
     def dump(self) -> bytes:
@@ -480,10 +480,11 @@ class Reader:
         turn = turn_of(parsed)
         turn.raw = text[:end].encode()
         cost = 2000 + 2 * len(turn.raw) + sys.getsizeof(text[:end])  # bytes, roughly
-        cost <<= turn.role == "system"  # for Turn.stripped
+        if turn.role == "system":
+            cost *= 2  # Turn.stripped is as long
         if cost > self.limit:
             raise ValueError
-        if self.size + cost > self.limit:  # it starts anew
+        if self.size + cost > self.limit:  # a full memory starts anew
             self.forget()
         self.size += cost
         self.known[start] = turn
@@ -616,7 +617,7 @@ class Scrubber:
         report.items = len(view.turns)
         check_limit("turns", report.items)
         check_limit("tools", len(listed(view.body.get("tools"))))
-        stamps = self.stamps and any(map(OPENCLAW.search, view.rules()))
+        stamps = self.stamps and any(map(OPENCLAW.search, view.system_texts()))
         users, at = self.patterns or self.ids == "1" or stamps, 0
         for turn in view.head + view.turns:
             if turn.role != "system" and not (turn.role == "user" and users):
@@ -711,7 +712,7 @@ def reminder(text: str) -> str:
 
 def pays(view: View) -> bool:
     """Whether its front is long enough to care for."""
-    return bool(view.body.get("tools")) or sum(map(len, view.rules())) >= LONG_PROMPT
+    return bool(view.body.get("tools")) or sum(map(len, view.system_texts())) >= LONG_PROMPT
 
 
 def system_first(view: View, report: Report) -> None:
@@ -932,7 +933,7 @@ def lift_text(text: str, rows: Iterable[Lift]) -> Cut:
     """A system text without its volatile parts, and those."""
     found: list[Lifted] = []
     for row in rows:
-        pieces = list(itertools.islice(row.find(text), 16))
+        pieces = list(islice(row.find(text), 16))
         if not row.fenced:
             pieces = [piece for piece in pieces if not fenced(text, *piece)]
         if len(pieces) == 1:
@@ -1158,8 +1159,7 @@ SLACK = 16000  # bytes that restored text may add to a prompt, beside as many as
 SAME_PLACE = 64  # lines at one place in a history
 MOST_PLACES = 1 << 14
 MOST_COMPARED = 256  # held against a request
-LONG_ANSWER = 32  # letters tell an answer
-LETTERS = 4096  # of its beginning, and of its end
+LONG_ANSWER = 32  # letters by which an answer is known
 
 Decoration = tuple[str, str]  # kind, text
 
@@ -1378,7 +1378,7 @@ class Replay:
     def __init__(self, config: Config) -> None:
         self.lines = Bounded(config.replay_mb << 20)
         self.by_place: dict[int, list[int]] = {}  # lines whose requests ended there
-        self.numbers = itertools.count()
+        self.numbers = count()
         self.tools = Tools(config.replay_mb << 17)
         self.patterns = [re.compile(pattern) for pattern in config.replay_regex]
         self.learns = config.learn
@@ -1442,7 +1442,7 @@ class Replay:
     def conversation(self, view: View, opening: bytes = b"") -> str:
         """Its name, from the system prompt and the `opening`, the first user's words."""
         opening = opening or History(self.units(view)).opening
-        return digest(view.dialect.name, *view.rules(), opening).hex()
+        return digest(view.dialect.name, *view.system_texts(), opening).hex()
 
     def answered(self, trace: Trace, answer: Heard) -> None:
         """Note whose it is, should the conversation's front be rewritten."""
@@ -1454,7 +1454,7 @@ class Replay:
     ) -> Trace:
         units = history.units
         whose = hash((asker.client, view.dialect.name))
-        place = hash((whose, *view.rules()))
+        place = hash((whose, *view.system_texts()))
         places = [place := hash((place, unit.words)) for unit in units]
         depth, known = self.find(history, places, asker.learn)
         added = 0
@@ -1550,7 +1550,7 @@ class Replay:
         goes_on = known and self.lines.get(known.line) is known and depth == len(known.units)
         line = known.line if known and goes_on else next(self.numbers)  # else it branches off
         record = trace.record = Record(trace.conversation, history.newest, line)
-        size = 3000 + 400 * len(units)
+        size = 4000 + 400 * len(units)  # with an answer of usual length
         for at, unit in enumerate(units):
             sent = unit.stored or unit
             if sent is unit:
@@ -1878,7 +1878,7 @@ class Tools:
 
     def __init__(self, limit: int) -> None:
         self.known = Bounded(limit)  # by client and tool: (rank, form)
-        self.ranks = itertools.count()
+        self.ranks = count()
         self.last: tuple[Any, dict[int, str]] = None, {}  # tools as read last
 
     def first(self, asker: Asker, name: int, form: str) -> tuple[int, str]:
@@ -1960,7 +1960,7 @@ def event_of(line: str, at_end: bool) -> Json:
 
 def usage_of(windows: list[list[Json]]) -> Usage:
     found: Json = {}
-    for event in itertools.chain(*windows):
+    for event in chain(*windows):
         for part in (event, members(event.get("response")), members(event.get("message"))):
             usage, timings = members(part.get("usage")), members(part.get("timings"))
             for numbers in (part, usage, *map(members, usage.values()), timings):
@@ -1991,12 +1991,10 @@ WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.d
 def heard_answer(windows: list[list[Json]]) -> Heard:
     said = [list(answer_parts(events)) for events in windows]
     texts = [letters("".join(text for text, _ in parts)) for parts in said]
-    calls = {plain(call) for _, call in itertools.chain(*said)} - {""}
+    calls = {plain(call) for _, call in chain(*said)} - {""}
     if not calls and not any(texts):
         return UNREAD
-    complete = len(texts) == 1 and len(texts[0]) <= LETTERS
-    opening, closing = texts[0][:LETTERS], texts[-1][-LETTERS:]
-    return Heard(opening, closing, frozenset(calls), complete)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2075,7 +2073,7 @@ class Prompt:
         self, view: View, talk: str = "", side: str = "", now: float = 0, sent: Prompt | None = None
     ) -> None:
         self.conversation, self.side, self.time, self.sent = talk, side, now, sent
-        self.front, self.said = [("system", text) for text in view.rules()], list[Segment]()
+        self.front, self.said = [("system", text) for text in view.system_texts()], list[Segment]()
         self.system = "\n".join([text for _, text in self.front])
         tools = listed(view.body.get("tools"))
         self.tools = list(map(tool_name, tools))
@@ -2240,7 +2238,7 @@ class Ledger:
     def judge(self, prompt: Prompt, lost_at: float = -1.0) -> Case:
         """Compare a prompt with those before it. `lost_at`: when the server was last away."""
         with self.lock:
-            stored = list(itertools.islice(reversed(self.entries), COMPARED))
+            stored = list(islice(reversed(self.entries), COMPARED))
             self.entries.append(prompt)
             self.count, self.size = self.count + 1, self.size + prompt.memory
             while self.size > self.limit and len(self.entries) > 1:
@@ -2554,7 +2552,7 @@ def weights_of(
     tools = [(name[5:], text) for name, text in segments if name.startswith("tool ")]
     largest = sorted(tools, key=lambda tool: -len(tool[1]))[:5]
     texts = [*map("\n".join, parts.values()), *[text for _, text in largest]]
-    numbers = list(itertools.takewhile(lambda n: n is not None, map(count, texts)))
+    numbers = list(takewhile(lambda n: n is not None, map(count, texts)))
     estimated = len(numbers) < len(texts)
     if estimated:
         rate = (tokens or 0) / (sum(map(len, texts[:3])) or 1) or 0.25
@@ -2569,7 +2567,7 @@ def weights_of(
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
 PIECE_BYTES = 65536  # bytes of a body at a time
-PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream's pieces wait for more
+PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream waits: for each such one; at most
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
@@ -2609,7 +2607,7 @@ class ClientGone(Exception):
 
 
 READ, WRITE = 1, 4  # as POLLIN and POLLOUT
-ENDED = getattr(select, "POLLRDHUP", 0)  # half of it; Linux
+ENDED = getattr(select, "POLLRDHUP", 0)  # the other side sends no more; Linux
 
 
 def poll(wanted: dict[int, int], seconds: float) -> dict[int, int]:
@@ -3009,7 +3007,7 @@ class Relay(BaseHTTPRequestHandler):
         self.server.waiting.pop(self.socket, None)
         if self.kept is not None:
             self.kept.close()
-        self.request.wait = never_wait  # no cycle
+        self.request.wait = never_wait  # else a reference cycle
         super().finish()
 
     def wait_for_client(self, events: int) -> None:
@@ -3035,7 +3033,8 @@ class Relay(BaseHTTPRequestHandler):
                 self.kept = None
 
     def wait_for_server(self, events: int) -> None:
-        """Send what there is of the answer, and wait for more. Raises TimeoutError."""
+        """Send what there is of the answer, and wait for more; a fast stream waits longer. Raises
+        TimeoutError."""
         if self._headers_buffer:
             self.flush_headers()
         exchange = self.exchange
@@ -3191,7 +3190,7 @@ class Relay(BaseHTTPRequestHandler):
         upstream, self.kept = self.kept, None
         if upstream is not None and (
             exchange.passes or not upstream.sock.read_ahead() or upstream.sock.ahead
-        ):  # ended, or unasked bytes
+        ):  # it ended, or nobody asked for what came
             upstream.close()
             upstream = None
         reused = upstream is not None
@@ -3689,7 +3688,7 @@ class Proxy:
         first, last = tap.windows() if tap else (b"", b"")
         events = answer_events(first, last) if exchange.status == 200 and exchange.dialect else []
         error = first if exchange.status >= 400 else b""
-        for event in itertools.chain(*events):
+        for event in chain(*events):
             if event.get("error"):  # in the middle of a stream
                 error = dump(event)
         answered = exchange.status == 200 and not error
@@ -4448,7 +4447,7 @@ class Pages:
         values["backend_up", ""] = int(not proxy.backend.away)
         values["running_requests", ""] = proxy.running
         values["learned_shapes", ""] = len(proxy.editor.lifter.learner.shapes)
-        for name, samples in itertools.groupby(sorted(values), lambda sample: sample[0]):
+        for name, samples in groupby(sorted(values), lambda sample: sample[0]):
             kind = "counter" if name.endswith("_total") else "gauge"
             lines.append(f"# TYPE kvproxy_{name} {kind}")
             for sample in samples:
@@ -4494,7 +4493,7 @@ class Pages:
         requests = [one for one in list(proxy.active)[::-1] if one.dialect is not None]
         with metrics.guard:
             state, tone, hint = self.headline(near)
-            requests += itertools.islice(reversed(metrics.recent), 20)
+            requests += islice(reversed(metrics.recent), 20)
         settings = {name.upper(): value for name, value in vars(proxy.config).items()}
         off = [f"{name}=0" for name, value in settings.items() if value is False or value == "0"]
         main = [
@@ -4554,7 +4553,7 @@ class Pages:
         talk = metrics.window[-1].trace.conversation
         newest = [one for one in judged if one.trace.conversation == talk] or judged
         rate = reused_share(newest) or 0.0
-        misses = len(list(itertools.takewhile(lambda one: one.missed, reversed(judged))))
+        misses = len(list(takewhile(lambda one: one.missed, reversed(judged))))
         if rate >= self.proxy.config.warn_reuse and misses < 3:
             return f"The cache works: {int(100 * rate)}% reused", "good", ""
         state = f"The cache misses: only {int(100 * rate)}% reused"
@@ -4671,7 +4670,7 @@ def difference(before: list[Segment], after: list[Segment]) -> list[str]:
     found = list[str]()
     same = {text for _, text in before} & {text for _, text in after}
     changed = ([one for one in prompt if one[1] not in same] for prompt in (before, after))
-    for (name, old), (new_name, new) in itertools.zip_longest(*changed, fillvalue=("nothing", "")):
+    for (name, old), (new_name, new) in zip_longest(*changed, fillvalue=("nothing", "")):
         lines = old.split("\n"), new.split("\n")
         if max(map(len, lines)) > DIFF_LINES:
             found.append(f"{name}: too long for a diff")

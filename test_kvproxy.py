@@ -4301,6 +4301,14 @@ def test_replay_knows_an_answer_in_several_items(client: RpClient, parts: tuple[
     client.extends(first, [("user", "hi"), *answer, ("user", "go on")])
 
 
+def test_replay_long_answers_that_end_alike_are_different(client: RpClient) -> None:
+    """As when a file is written again behind other words: the answer is known by all of it."""
+    code = "The same lines of code as in the answer before, which were written out again. " * 100
+    client.send(RP_HELLO, f"First. {code}")
+    turns: list[Turn] = [("user", "hi"), ("assistant", f"Second. {code}"), ("user", "go on")]
+    assert client.send(turns) == client.came(turns)
+
+
 def test_replay_in_doubt_when_one_of_two_is_forgotten(rig: MakeRig) -> None:
     """Two people began alike and got the same answer; memory was short, and one of them is gone."""
     made = rig(learn=False)
@@ -5398,11 +5406,15 @@ def test_replay_many_threads(rp_rig: Rig) -> None:
 # --- Learning: clients that nobody described ------------------------------------------------------
 
 
-def test_replay_conversation_keeps_its_name_whatever_stands_in_front(rig: MakeRig) -> None:
-    """Unknown words around the first text that go, or the first turns; known by the answers."""
+@pytest.mark.parametrize("times", [1, 100])
+def test_replay_conversation_keeps_its_name_whatever_stands_in_front(
+    rig: MakeRig, times: int
+) -> None:
+    """Unknown words around the first text that go, or the first turns; known by the answers, which
+    may be long."""
     one = rig()
     client = RpClient(one, "chat")
-    long = "An answer with so many words that nobody else can have got the very same one."
+    long = "An answer with so many words that nobody else can have got the very same one." * times
     seen: list[str] = []
     requests: list[tuple[list[Turn], str]] = [
         ([("user", "Notes of mine:\n- a\n\none")], f"{long} 1"),
