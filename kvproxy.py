@@ -266,7 +266,6 @@ class Turn:
     raw: bytes | None = None  # the item as JSON, as it came
     said: Said | None = None
     told: str | None = None
-    letters: str | None = None  # of an answer
     stripped: Any = None  # see Scrubber.apply()
 
     def own(self) -> Turn:
@@ -319,7 +318,7 @@ class View:
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
-        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(dump(HOLE))
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(HOLE_JSON)
         return b"".join((front, b"[", turns, b"]", end))
 
 
@@ -382,6 +381,7 @@ _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes
 HOLE = uuid.uuid4().hex  # stands for a body's turns
+HOLE_JSON = f'"{HOLE}"'.encode()
 LIST_START = rb'"%s":\s*\[\s*'
 ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
@@ -453,14 +453,16 @@ class Reader:
                 break
             self.followers[before] = border[0], turn
             before = turn
-        rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
+        rest = raw[: start.end()] + HOLE_JSON + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
             body = parse(rest)
             self.beside = rest, body
         if body.get(key) != [HOLE]:  # another object's list
             raise ValueError
-        return replace(view_of({**body, key: []}, dialect), turns=turns)
+        view = view_of({**body, key: []}, dialect)
+        view.turns = turns
+        return view
 
     def turn_at(self, raw: bytes, at: int) -> Turn:
         """The turn that begins at a place. Raises ValueError."""
@@ -1031,15 +1033,7 @@ class Learner:
         self.news: deque[Shape] = deque(maxlen=LEARNED_SHAPES)  # untold
         self.texts: deque[list[str]] = deque(maxlen=16)
         self.seen: dict[Shape, frozenset[int]] = {}  # the values that something had, hashed
-        self.values: Texts = {}  # the last ones, by labels
-        self.saved: Counter[str] = Counter()  # misses, by labels
         self.lock = Lock()
-
-    def note(self, label: str, text: str) -> None:
-        """Count a new value, which would have been a miss."""
-        with self.lock:
-            self.saved[label] += self.values.get(label, text) != text
-            self.values[label] = text
 
     def add(self, shapes: Iterable[Shape]) -> None:
         with self.lock:
@@ -1136,9 +1130,6 @@ class Lifter:
                     found.update(pieces)
             if len(found) > count:
                 put_back(view, turn, own)
-        for label, text in found.items():
-            if label.startswith(LEARNED):
-                self.learner.note(label, text)
         return found
 
 
@@ -1249,6 +1240,7 @@ class Unit:
     kept: list[Turn] | None = None  # as sent, but for fixed() turns
     heard = False  # an answer that the server was heard to give here
     private = False  # what was sent says more than what came
+    form = 0  # see Record
     spoken: tuple[str, frozenset[str]] | None = None  # while its request is edited
 
     def __init__(self, role: str, turns: list[Turn]) -> None:
@@ -1268,7 +1260,7 @@ class Unit:
         return sum(1 for turn in self.turns if not (turn.said and turn.said.carrier))
 
     def sent(self) -> object:
-        return [turn.json() for turn in self.kept or ()], self.calls
+        return tuple([turn.json() for turn in self.kept or ()]), self.calls
 
 
 class History:
@@ -1292,6 +1284,7 @@ class Heard(NamedTuple):
     closing: str = ""
     calls: frozenset[str] = frozenset()  # their ids
     complete: bool = False  # the opening is all of it
+    shown: str = ""  # how it begins, for a person
 
 
 UNREAD = Heard()
@@ -1308,6 +1301,8 @@ class Record:
     units: list[Unit] = field(default_factory=list)
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
+    place: int = 0  # where it ends, if its line begins with it
+    form: int = 0  # a hash of all that counts when it is restored
 
     def heard(self) -> Heard | None:
         tap = self.tap
@@ -1444,10 +1439,21 @@ class Replay:
         opening = opening or History(self.units(view)).opening
         return digest(view.dialect.name, *view.system_texts(), opening).hex()
 
-    def answered(self, trace: Trace, answer: Heard) -> None:
-        """Note whose it is, should the conversation's front be rewritten."""
-        if answer.complete:
+    def settle(self, trace: Trace, record: Record, answer: Heard | None) -> None:
+        """Note an answer, and whose it is, should the conversation's front be rewritten. Of equal
+        requests with equal answers one is kept."""
+        record.answer, record.tap = answer, None
+        if answer and answer.complete:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
+        same = record.form, None, answer
+        with self.lines.lock:
+            others = [one for one in self.by_place.get(record.place, ()) if one != record.line]
+            known = [self.lines.values.get(line, (None,))[0] for line in others]
+            twice = same in [(one.form, one.tap, one.answer) for one in known if one]
+            if twice:
+                self.by_place[record.place] = others
+        if twice:
+            self.lines.put(record.line, None, 1 << 62)  # is forgotten, as too long
 
     def apply(
         self, view: View, history: History, lifted: Texts, report: Report, asker: Asker
@@ -1550,6 +1556,8 @@ class Replay:
         goes_on = known and self.lines.get(known.line) is known and depth == len(known.units)
         line = known.line if known and goes_on else next(self.numbers)  # else it branches off
         record = trace.record = Record(trace.conversation, history.newest, line)
+        form, place = hash((trace.conversation, history.newest)), places[len(units) - 1]
+        record.place = 0 if goes_on else place
         size = 4000 + 400 * len(units)  # with an answer of usual length
         for at, unit in enumerate(units):
             sent = unit.stored or unit
@@ -1559,11 +1567,13 @@ class Replay:
             elif sent.whole != unit.whole:
                 sent = copy.copy(sent)
                 sent.whole, sent.came, sent.private = unit.whole, unit.blocks, True
+                sent.form = hash((sent.form, unit.whole))
+            form = hash((form, sent.form))
             record.units.append(sent)
             if sent.kept:
                 size += 3 * size_of(sent.kept)
+        record.form = form
         self.lines.put(line, record, size)
-        place = places[len(units) - 1]
         with self.lines.lock:
             others = [one for one in self.by_place.pop(place, ()) if one != line]
             self.by_place[place] = [*others, line][-SAME_PLACE:]
@@ -1575,6 +1585,8 @@ def keep(unit: Unit) -> None:
     if unit.inserted or unit.dropped or unit.blocks:
         unit.kept = [storable(turn) for turn in unit.turns[unit.fixed() :]]
     unit.private = not PERSONAL.isdisjoint(unit.inserted)
+    inserted = tuple(unit.inserted.items())
+    unit.form = hash((unit.whole, unit.sent(), inserted, unit.dropped, unit.heard))
     unit.turns, unit.spoken = [], None
 
 
@@ -1765,13 +1777,8 @@ def letters(text: str) -> str:
 
 def spoken(unit: Unit) -> tuple[str, frozenset[str]]:
     if unit.spoken is None:
-        turns = [turn for turn in unit.turns if turn.role == "assistant"]
-        said = turns[0].letters if len(turns) == 1 else None
-        if said is None:
-            said = letters("\n".join([turn.text() for turn in turns]))
-        if len(turns) == 1:
-            turns[0].letters = said
-        unit.spoken = said, frozenset([plain(ident) for ident, _ in unit.calls])
+        said = "\n".join([turn.text() for turn in unit.turns if turn.role == "assistant"])
+        unit.spoken = letters(said), frozenset([plain(ident) for ident, _ in unit.calls])
     return unit.spoken
 
 
@@ -1990,11 +1997,12 @@ WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.d
 
 def heard_answer(windows: list[list[Json]]) -> Heard:
     said = [list(answer_parts(events)) for events in windows]
-    texts = [letters("".join(text for text, _ in parts)) for parts in said]
-    calls = {plain(call) for _, call in chain(*said)} - {""}
-    if not calls and not any(texts):
+    texts = ["".join([text for text, _ in parts]) for parts in said]
+    spelled, calls = list(map(letters, texts)), {plain(call) for _, call in chain(*said)} - {""}
+    if not calls and not any(spelled):
         return UNREAD
-    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
+    shown = texts[0][:ANSWER_SHOWN]
+    return Heard(spelled[0], spelled[-1], frozenset(calls), len(texts) == 1, shown)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2567,7 +2575,7 @@ def weights_of(
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
 PIECE_BYTES = 65536  # bytes of a body at a time
-PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream waits: for each such one; at most
+PIECE_SECONDS, PIECE_DELAY = 0.0003, 0.005  # a fast stream waits: for each client; at most
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
@@ -2709,7 +2717,7 @@ class Stream:
 class Fields:
     """Headers with an index: HTTPMessage of the library searches all of them each time."""
 
-    def __init__(self, lines: list[tuple[str, str]]) -> None:
+    def __init__(self, lines: Headers) -> None:
         self.lines, self.index = lines, dict[str, list[str]]()
         for name, value in lines:
             self.index.setdefault(name.lower(), []).append(value)
@@ -2743,7 +2751,7 @@ class Fields:
 def read_headers(file: Any, limit: int) -> Fields:
     """Header lines (RFC 9112 section 5). parse_headers() of the library splits them at a bare CR
     too, and drops all behind a line without a colon."""
-    found = list[tuple[str, str]]()
+    found: Headers = []
     while (line := file.readline(limit)) not in (b"\r\n", b"\n"):
         limit -= len(line)
         match = FIELD_LINE.fullmatch(line.decode("latin-1"))
@@ -2924,9 +2932,9 @@ class Tap:
         return bytes(self.data[:first]), bytes(self.data[first:])
 
 
-TOO_LONG = "The body is longer than MAX_BODY_MB allows"
-FOREIGN = "Pages of other sites may send application/json only"
 ERROR_KINDS = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+FOREIGN = "Pages of other sites may send application/json only"
+TOO_LONG = "The body is longer than MAX_BODY_MB allows"
 
 
 def error_body(status: int, message: str) -> bytes:
@@ -2949,6 +2957,7 @@ class Relay(BaseHTTPRequestHandler):
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
     due = 0.0  # a fast stream's next piece
+    core: Any = None  # the only one for its thread; None: any
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -2965,6 +2974,7 @@ class Relay(BaseHTTPRequestHandler):
         self.command = ""
         self.close_connection, status, fault = True, 0, ""
         self.held = 0  # bytes of the request's body
+        self.server.place(self)
         self.server.waiting[self.socket] = False
         try:
             if self.proxy.server is not None and (request := self.read_request()):
@@ -2983,7 +2993,6 @@ class Relay(BaseHTTPRequestHandler):
             self.close_connection, fault = True, "client left"
         finally:
             self.server.waiting.pop(self.socket, None)
-            self.server.fast.discard(self)
             self.server.hold(-self.held)
             exchange, self.exchange = self.exchange, None
             if exchange is not None:
@@ -3046,13 +3055,9 @@ class Relay(BaseHTTPRequestHandler):
             if not self.watch(events, self.config.read_timeout):
                 raise TimeoutError("nothing came within READ_TIMEOUT")
         if exchange.begun and exchange.stream and self.upstream.tls is None:
-            fast, early = self.server.fast, self.due - monotonic()
-            if early > 0:
-                fast.add(self)
+            if (early := self.due - monotonic()) > 0:
                 time.sleep(early)
-            else:
-                fast.discard(self)
-            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * (1 + len(fast)))
+            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * len(self.server.open))
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
@@ -3262,6 +3267,7 @@ class Relay(BaseHTTPRequestHandler):
         if not by_length and not old:
             lines.append("Transfer-Encoding: chunked")
         self.begin_answer(response.status, response.reason, lines)
+        response.headers = None  # a stream may last
         for received, payload in body_parts(response.fp, response.chunked, response.length):
             exchange.begun = exchange.begun or monotonic()
             if exchange.tap is not None:
@@ -3425,6 +3431,11 @@ class Backend:
         return self.known
 
 
+def hang_up(sock: Any) -> None:
+    with suppress(OSError, AttributeError):  # it is closed, or None
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def members(value: Any) -> Json:
     """Those of a JSON object; none of any other value."""
     return value if isinstance(value, dict) else {}
@@ -3445,6 +3456,9 @@ def api_key() -> Texts:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+CROWD = 8  # connections
+
+
 class Server(ThreadingHTTPServer):
     request_queue_size = 1024  # with 5, a burst waits for SYN retransmits of 1, 3, 7 s
     allow_reuse_address = os.name != "nt"  # on Windows two servers could share a port
@@ -3454,7 +3468,8 @@ class Server(ThreadingHTTPServer):
         self.open: set[socket.socket] = set()
         # whose clients have to send, oldest first -> whether in a request
         self.waiting = OrderedDict[socket.socket, bool]()
-        self.fast = set[Relay]()  # whose streams are fast
+        self.cores: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
+        self.core: set[int] | None = None  # of a crowd
         self.guard = Lock()
         self.held = 0  # bytes of bodies in memory
         self.most_held = max(512 << 20, 4 * proxy.config.max_body_mb << 20)
@@ -3478,6 +3493,19 @@ class Server(ThreadingHTTPServer):
         with self.guard:
             self.held += size
             return self.held <= self.most_held
+
+    def place(self, relay: Relay) -> None:
+        """Have the threads of many connections share a core (Linux): one runs at a time, and to
+        hand the interpreter from core to core costs more than most of their work."""
+        if len(self.open) <= CROWD:
+            self.core = None
+        with suppress(OSError):
+            if self.core is None and len(self.open) > CROWD:
+                with open("/proc/thread-self/stat") as file:
+                    self.core = {int(file.read().rpartition(") ")[2].split()[36])}
+            if relay.core != self.core:
+                os.sched_setaffinity(0, self.core or self.cores)
+                relay.core = self.core
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -3524,12 +3552,10 @@ AGENT_ID = "x-claude-code-agent-id"  # of a sub-agent
 CLIENT_HEADERS = ("authorization", "x-api-key", "api-key", "x-forwarded-for", "forwarded")
 ERROR_SHOWN, ANSWER_SHOWN = 200, 500
 CONTEXT_ADVICE = " (kvproxy: raise -c, lower -np, or let the agent compact earlier)"
-TWICE_V1 = " (kvproxy: /v1 stands there twice: leave it out of the agent's base URL)"
 
 
 class Proxy:
-    """A running kvproxy: a context manager, or call start() and stop(), as in the file's first
-    lines.
+    """A running kvproxy: a context manager, or call start() and stop().
 
     Raises OSError when the address is taken, ConfigError when a file cannot be written."""
 
@@ -3572,16 +3598,14 @@ class Proxy:
         if server is None:
             return
         self.warmup.stop()
-        with suppress(OSError):
-            server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, on Linux
+        hang_up(server.socket)  # wakes its thread, on Linux
         server.shutdown()
         server.server_close()
         until = monotonic() + grace
         while server.open and (now := monotonic()) < until + 2:
             idle = [one for one, begun in list(server.waiting.items()) if not begun]
             for connection in idle if now < until else list(server.open):
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                hang_up(connection)
             time.sleep(0.001)
         with suppress(OSError):
             if self.capture:
@@ -3696,20 +3720,17 @@ class Proxy:
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        if answered:
+        heard = heard_answer(events) if answered else None
+        if heard:
             exchange.usage = usage_of(events)
-            exchange.answer = "".join([one for one, _ in answer_parts(events[:1])])[:ANSWER_SHOWN]
+            exchange.answer = heard.shown
         else:
             exchange.error = error_text(error, exchange.request)
             exchange.verdict = exchange.case = None
         full = exchange.status in (200, 400) and CONTEXT_FULL.search(error)
-        twice = exchange.request.path.startswith("/v1/v1/")
-        hints = CONTEXT_ADVICE * bool(full) + TWICE_V1 * twice
-        exchange.error = (exchange.error + hints).strip()
+        exchange.error += CONTEXT_ADVICE * bool(full)
         if record := trace.record:
-            record.answer, record.tap = heard_answer(events) if answered else None, None
-            if record.answer:
-                self.replay.answered(trace, record.answer)
+            self.replay.settle(trace, record, heard)
             if full:
                 self.replay.lines.drop(record.line)
         if exchange.verdict and view:
@@ -3797,6 +3818,8 @@ def is_loopback(host: str) -> bool:
 
 def visible(text: str) -> str:
     """A text without control characters, which a terminal would obey."""
+    if text.isprintable():
+        return text
     return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
 
 
@@ -4014,13 +4037,7 @@ class PrivateFile(logging.handlers.WatchedFileHandler):
             super().__init__(os.path.expanduser(path))
 
     def _open(self) -> Any:
-        file = open_private(self.baseFilename, "a")
-        if os.fstat(file.fileno()).st_size:
-            with open(self.baseFilename, "rb") as written:
-                written.seek(-1, os.SEEK_END)
-                if written.read() != b"\n":  # half a line, after a crash
-                    file.write("\n")
-        return file
+        return open_private(self.baseFilename, "a")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -4104,9 +4121,7 @@ class Prefill:
 
     def give_up(self) -> None:
         self.given_up = True
-        if self.sock:
-            with suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self.sock)
 
     def begins(self, path: str, view: View) -> bool:
         """Whether a request, as it is forwarded, begins with this prompt."""
@@ -4263,11 +4278,11 @@ class Warmup:
             self.talk = Prefill(path, view, 0.0, whose, keys, bytes(tap.whole))
 
     def notice(self, exchange: Exchange, case: Case) -> None:
-        client, kind = client_of(exchange), case.verdict.kind
+        kind = case.verdict.kind
         llama = self.proxy.backend.known.get("product") == LLAMA
         side = kind == "taken" and any(one.side for one in case.between)
         helps = self.mode == "auto" and llama and (side or kind == "template")
-        if helps and client not in self.wrong:
+        if helps and (client := client_of(exchange)) not in self.wrong:
             remember(self.wrong, client, 0, 256)
             why = "a side request" if side else "the template"
             self.proxy.log.info("read ahead | on for %s, because of %s", client, why)
@@ -4358,18 +4373,16 @@ addEventListener("click", async ({ target }) => {
   await navigator.clipboard.writeText(code.textContent);
   getSelection().empty();
   target.textContent = "copied";
+  target.blur();
 });
 const main = document.querySelector("main");
-const name = (one) => one.href || one.previousElementSibling?.textContent;
 if (document.getElementById("state")) setInterval(async () => {
-  if (document.hidden || String(getSelection())) return;
-  const focus = name(document.activeElement);
+  const used = String(getSelection()) || main.contains(document.activeElement);
+  if (document.hidden || used) return;
   const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
-  const news = answer.split(/<.?main>/)[1]  // the head has another nonce
+  const news = answer.split(/<.?main>/)[1]
     || '<p id="state" class="state bad">kvproxy does not answer</p>';
   if (news !== main.shown) main.innerHTML = main.shown = news;
-  const again = [...main.querySelectorAll("a, button")].find((one) => name(one) === focus);
-  again?.focus({ preventScroll: true });
 }, 3000);
 </script>
 """
@@ -4421,10 +4434,9 @@ class Pages:
             recent = list(reversed(self.proxy.metrics.recent))
         if path == "/kvproxy/requests":
             return self.json(200, {"requests": [row_of(exchange) for exchange in recent]})
-        plain = "application/json" in get("accept") and "text/html" not in get("accept")
         for exchange in map(copy.copy, recent):  # the bodies may be let go of meanwhile
             if path.removesuffix(".json") == f"/kvproxy/requests/{exchange.number}":
-                if plain or path.endswith(".json"):
+                if path.endswith(".json"):
                     return self.json(200, self.compared(exchange))
                 return self.request_page(exchange)
         return self.error(404, "No such page.")
@@ -4486,7 +4498,7 @@ class Pages:
         headers = [*SAFE, ("Content-Security-Policy", POLICY % parts)]
         return 200, (PAGE % parts).encode("utf-8", "replace"), headers, "text/html; charset=utf-8"
 
-    def page(self, near: bool = True) -> Answer:
+    def page(self, near: bool) -> Answer:
         proxy, metrics = self.proxy, self.proxy.metrics
         if not proxy.running:
             proxy.backend.look()
@@ -4510,8 +4522,8 @@ class Pages:
         there = proxy.url.removeprefix("http://")
         port = there.rpartition(":")[2]
         more = copied(f"ssh -L {port}:{there} THAT-MACHINE")
-        more = f"<h2>Prompts are shown on that machine only</h2>{more}"
-        return self.html("Status", main, f"{more}Then open http://127.0.0.1:{port}/kvproxy.")
+        told = f"Prompts are shown on that machine only: {more}Then open"
+        return self.html("Status", main, f"{told} http://127.0.0.1:{port}/kvproxy.")
 
     def request_page(self, exchange: Exchange) -> Answer:
         row, title = self.compared(exchange), f"Request {exchange.number}"
@@ -4582,10 +4594,9 @@ class Pages:
         return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>{about}"
 
     def learned(self) -> str:
-        rows, learner = "", self.proxy.editor.lifter.learner
-        for shape in list(learner.shapes):
+        rows = ""
+        for shape in list(self.proxy.editor.lifter.learner.shapes):
             words, setting = learned(shape, self.proxy.config)
-            words += f"; long reads saved: {learner.saved[shape.name()]}"
             rows += ITEM.format(escape(words), copied(setting))
         return f"<h2>Learned</h2><ul>{rows}</ul>" if rows else ""
 
@@ -4724,8 +4735,6 @@ def play(name: str, config: Config, args: Words, warmup: Warmup | None = None) -
         turns.append({"role": "assistant", "content": text or "ok"})
         times.append(usage.prompt_ms or ms)
         print(f"{name}, turn {turn}: {read_of(usage)} tokens read, {times[-1]:,.0f} ms")
-        if turn == 1 and name == "straight":
-            print(f"At this pace, about {duration(times[0] * args.turns / 1000)} more.")
     return times
 
 
@@ -4878,8 +4887,6 @@ def command_inspect(args: Words, config: Config) -> int:
     if not number:
         return failed("No request was recognised: no capture (JSON lines), no log (-lv 4).")
     print("Findings, most tokens wasted first:" if wasted else "Nothing was wasted.")
-    if wasted and not reader.ledger.count:
-        print("First put kvproxy in front: it cures most.")
     for found in wasted:
         told = f"- {found['cause']}: requests {found['requests']}, tokens {found['tokens']:,}."
         print(visible(f"{told} {found['advice']}"))
