@@ -135,7 +135,7 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """An empty value counts as unset."""
-        values: dict[str, Any] = {}
+        values: Json = {}
         for name in sorted(environ, key=lambda name: (len(name), name)):  # ..., _9, _10
             item, text = setting_of(name), environ[name]
             if item and text.strip():
@@ -292,6 +292,9 @@ class Turn:
         return found
 
     def text(self) -> str:
+        content = self.holder.get(self.key)
+        if isinstance(content, str):
+            return content
         return "\n".join([slot.get() for slot in self.slots()])
 
 
@@ -304,8 +307,10 @@ class View:
 
     def leading(self) -> int:
         """How many system messages the list begins with."""
-        later = (place for place, turn in enumerate(self.turns) if turn.role != "system")
-        return next(later, len(self.turns))
+        for place, turn in enumerate(self.turns):
+            if turn.role != "system":
+                return place
+        return len(self.turns)
 
     def system(self) -> list[Turn]:
         return self.head + self.turns[: self.leading()]
@@ -574,9 +579,9 @@ PASTED = re.compile(rf"(?:[^\n]*\n)?{_STAMP}")  # behind a stamp: a person paste
 TAIL_LINE = re.compile(r"\[(?:message_id|media attached): [^\]\n]*\]\Z|Runtime: agent=.* \| ")
 
 
-def lead(text: str) -> tuple[list[tuple[str, str]], int]:
+def lead(text: str) -> tuple[list[Decoration], int]:
     """The decorations (kind, text) at the start of a user text, and where they end."""
-    found: list[tuple[str, str]] = []
+    found: list[Decoration] = []
     at = len(text) - len(text.lstrip())
     while opening := LEAD.match(text, at):
         kind, _, ending = LEADS[(opening.lastindex or 1) - 1]
@@ -631,7 +636,8 @@ class Scrubber:
             _, edited, counts = found
             if edited is not None:
                 for name, count in vars(counts).items():
-                    setattr(report, name, getattr(report, name) + count)
+                    if count:
+                        setattr(report, name, getattr(report, name) + count)
                 at = put_back(view, turn, edited, at)
 
     def stripped(self, turn: Turn, stamps: bool) -> tuple[Turn | None, Report]:
@@ -1302,7 +1308,7 @@ class Record:
     answer: Heard | None = None  # none yet, or an error
     tap: Tap | None = None  # what was relayed of an answer on its way
     place: int = 0  # where it ends, if its line begins with it
-    form: int = 0  # a hash of all that counts when it is restored
+    form: int = 0  # a hash of all that is restored
 
     def heard(self) -> Heard | None:
         tap = self.tap
@@ -1321,7 +1327,7 @@ class Bounded:
     def __init__(self, limit: int) -> None:
         self.lock = Lock()
         self.limit, self.size = limit, 0
-        self.values: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self.values = OrderedDict[int, tuple[Any, int]]()
 
     def get(self, key: int) -> Any:
         try:  # without the lock, for which many threads would wait
@@ -1453,7 +1459,7 @@ class Replay:
             if twice:
                 self.by_place[record.place] = others
         if twice:
-            self.lines.put(record.line, None, 1 << 62)  # is forgotten, as too long
+            self.lines.put(record.line, None, 1 << 62)  # too long: forgotten
 
     def apply(
         self, view: View, history: History, lifted: Texts, report: Report, asker: Asker
@@ -1968,7 +1974,8 @@ def event_of(line: str, at_end: bool) -> Json:
 def usage_of(windows: list[list[Json]]) -> Usage:
     found: Json = {}
     for event in chain(*windows):
-        for part in (event, members(event.get("response")), members(event.get("message"))):
+        parts = [event, members(event.get("response")), members(event.get("message"))]
+        for part in filter(None, parts):
             usage, timings = members(part.get("usage")), members(part.get("timings"))
             for numbers in (part, usage, *map(members, usage.values()), timings):
                 for key in filter(USAGE_KEYS.get, numbers):
@@ -2533,7 +2540,6 @@ def side_of(view: View, agent: str) -> str:
     return str(found.lastgroup) if found else ""
 
 
-SAVED_BY = "Of tokens that only kvproxy made reusable, at the speed of reads of 512 tokens or more."
 ANSWER_START = 80  # characters behind the last turn
 
 
@@ -2639,9 +2645,9 @@ def never_wait(events: int) -> None:
 
 
 class Stream:
-    """A connected socket as a file; without a buffer while nothing comes. It calls `wait(0)` before
-    it reads, `wait(events)` where it would block. `ends`: exceptions for a broken connection, and
-    for its end."""
+    """A connected socket as a file; without a buffer while nothing comes. It calls `wait(events)`
+    before it reads, and where it would block. `ends`: exceptions for a broken connection, and for
+    its end."""
 
     def __init__(self, sock: socket.socket, wait: Any, *ends: type[Exception]) -> None:
         self.sock, self.wait = sock, wait
@@ -2660,7 +2666,7 @@ class Stream:
                 raise self.broken(str(error)) from None
 
     def fill(self) -> None:
-        self.wait(0)
+        self.wait(READ)
         data = self.attempt(self.sock.recv, PIECE_BYTES, READ)
         if not data:
             raise self.ended("the connection ended")
@@ -2732,8 +2738,8 @@ class Fields:
         return [one.strip(" \t").lower() for value in values for one in value.split(",")]
 
     def end_to_end(self, drop: Collection[str]) -> list[str]:
-        """The lines to pass on, without `drop` and what Connection lists: not the length, without
-        which a body would be taken for the next message."""
+        """The lines to pass on, without `drop` and what Connection lists: but with the length, else
+        a body would be the next message."""
         dropped = HOP_BY_HOP.union(drop, set(self.members("connection")) - {"content-length"})
         return [f"{one}: {value}" for one, value in self.lines if one.lower() not in dropped]
 
@@ -2957,7 +2963,7 @@ class Relay(BaseHTTPRequestHandler):
     abort = False  # only a reset shows that an answer was cut
     linger = False  # the client is still sending
     due = 0.0  # a fast stream's next piece
-    core: Any = None  # the only one for its thread; None: any
+    core: Any = None  # its thread's only one
 
     def setup(self) -> None:
         self.proxy, self.socket = self.server.proxy, self.request
@@ -3023,8 +3029,6 @@ class Relay(BaseHTTPRequestHandler):
         """Raises Refused when it is slow, ClientGone when it does not read, and ConnectionError
         when the server answers already."""
         server, wanted = self.upstream or self.kept, {self.request.descriptor: events}
-        if not events:
-            return
         if events == WRITE:
             if not poll(wanted, SEND_SECONDS):
                 raise ClientGone
@@ -3047,9 +3051,6 @@ class Relay(BaseHTTPRequestHandler):
         if self._headers_buffer:
             self.flush_headers()
         exchange = self.exchange
-        if not (events or exchange.begun):
-            return  # it may be there already
-        events = events or READ
         if exchange.explained or not self.watch(events, QUIET_SECONDS):
             self.proxy.explain(exchange)
             if not self.watch(events, self.config.read_timeout):
@@ -3286,6 +3287,7 @@ class Exchange:
     begun = 0.0  # the first byte of the answer's body: the prompt was read
     received: bytes | bytearray | None = None
     forwarded: bytes | bytearray | None = None
+    came: View | None = None
     view: View | None = None
     case: Case | None = None  # until the verdict is known
     verdict: Verdict | None = None
@@ -3497,10 +3499,10 @@ class Server(ThreadingHTTPServer):
     def place(self, relay: Relay) -> None:
         """Have the threads of many connections share a core (Linux): one runs at a time, and to
         hand the interpreter from core to core costs more than most of their work."""
-        if len(self.open) <= CROWD:
-            self.core = None
+        crowd = len(self.open) > CROWD
+        self.core = self.core if crowd else None
         with suppress(OSError):
-            if self.core is None and len(self.open) > CROWD:
+            if crowd and not self.core:
                 with open("/proc/thread-self/stat") as file:
                     self.core = {int(file.read().rpartition(") ")[2].split()[36])}
             if relay.core != self.core:
@@ -3642,6 +3644,8 @@ class Proxy:
         assert raw is not None and dialect
         try:
             view = self.reader.view(raw, dialect)
+            came = exchange.came = view_of({**view.body}, dialect)
+            came.turns = came.turns or view.turns[:]
             exchange.stream = bool(view.body.get("stream"))
             exchange.model = visible(str(view.body.get("model") or "")[:80])
             # Nobody's text may reach anybody else's prompt.
@@ -3664,13 +3668,13 @@ class Proxy:
 
     def explain(self, exchange: Exchange) -> None:
         """Compare a request with those before it, once."""
-        view, received, explained = exchange.view, exchange.received, exchange.explained
-        exchange.explained = True
-        if not view or received is None or exchange.counting or explained:
+        view, came, explained = exchange.view, exchange.came, exchange.explained
+        exchange.explained, exchange.came = True, None
+        if not view or not came or exchange.counting or explained:
             return
         try:
-            edited = exchange.forwarded is not received
-            original = Prompt(self.reader.view(received, view.dialect)) if edited else None
+            edited = exchange.forwarded is not exchange.received
+            original = Prompt(came) if edited else None
             talk, now = exchange.trace.conversation, monotonic()
             prompt = Prompt(view, talk, exchange.side, now, original)
             exchange.case = case = self.ledger.judge(prompt, self.backend.lost_at)
@@ -3737,7 +3741,7 @@ class Proxy:
             if not exchange.verdict.side:
                 self.warmup.remember(exchange, view)
             self.warmup.plan(exchange, view, exchange.verdict.side)
-        exchange.tap = exchange.view = None
+        exchange.tap = exchange.view = exchange.came = None
         exchange.trace = Trace(trace.conversation)
 
     def record(self, exchange: Exchange) -> None:
@@ -3818,8 +3822,6 @@ def is_loopback(host: str) -> bool:
 
 def visible(text: str) -> str:
     """A text without control characters, which a terminal would obey."""
-    if text.isprintable():
-        return text
     return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
 
 
@@ -4245,7 +4247,8 @@ class Warmup:
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """See whether a request begins with what was read ahead, and have its answer kept."""
-        client, tap, talk = client_of(exchange), exchange.tap, self.talk
+        client = client_of(exchange) if self.wrong or self.mode == "1" else ""
+        tap, talk = exchange.tap, self.talk
         if self.mode == "1" and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
         wrong = self.wrong.get(client, 2)
@@ -4331,7 +4334,7 @@ class Warmup:
 
     def save(self) -> None:
         """Write the file if anything is new: whole, or not at all."""
-        shapes, kept = list(self.proxy.editor.lifter.learner.shapes), dict[str, Any]()
+        shapes, kept = list(self.proxy.editor.lifter.learner.shapes), Json()
         for key, head in self.heads.copy().items():
             kept[key] = {"path": head.path, "body": head.view.body}
         if not self.path or self.written == (list(kept), shapes):
@@ -4590,8 +4593,7 @@ class Pages:
             "read ahead": ", ".join(name for name, wrong in programs if wrong < 2),
         }
         pairs = [tag("dt", name) + tag("dd", told) for name, told in facts.items() if told]
-        about = tag("p", SAVED_BY, "soft") if saved else ""
-        return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>{about}"
+        return f"<dl><div>{'</div><div>'.join(pairs)}</div></dl>"
 
     def learned(self) -> str:
         rows = ""
