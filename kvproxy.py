@@ -86,7 +86,7 @@ class Config:
 
     listen_host: str = setting("127.0.0.1", "0.0.0.0 lets other machines in")
     listen_port: int = setting(1234, "0 takes any free port", 0, 65535)
-    backend_url: str = setting("", "unset: what answers on port 8080, 9931 or 12345")
+    backend_url: str = setting("", "unset: found on port 8080, 9931 or 12345")
     scrub: bool = setting(True, "0 edits nothing")
     strip_message_ids: str = setting("system", "drop OpenClaw's ids; 1: all", "0", "1", "system")
     strip_timestamps: str = setting("auto", "drop time stamps; auto: if REPLAY=0", "auto", "0", "1")
@@ -323,7 +323,7 @@ class View:
         if self.turns and self.turns[0].item is None:
             return dump(self.body)
         turns = b",".join([turn.json() for turn in self.turns])
-        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(HOLE_JSON)
+        front, end = dump({**self.body, self.dialect.turns: HOLE}).split(dump(HOLE))
         return b"".join((front, b"[", turns, b"]", end))
 
 
@@ -386,7 +386,6 @@ _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 PARSE_LIMIT = 32 << 20  # bytes
 HOLE = uuid.uuid4().hex  # stands for a body's turns
-HOLE_JSON = f'"{HOLE}"'.encode()
 LIST_START = rb'"%s":\s*\[\s*'
 ITEM_END = re.compile(rb"[ \t\r\n]*(?:(,)[ \t\r\n]*|\])")
 
@@ -458,7 +457,7 @@ class Reader:
                 break
             self.followers[before] = border[0], turn
             before = turn
-        rest = raw[: start.end()] + HOLE_JSON + raw[at - 1 :]
+        rest = raw[: start.end()] + dump(HOLE) + raw[at - 1 :]
         known, body = self.beside
         if known != rest:
             body = parse(rest)
@@ -636,8 +635,7 @@ class Scrubber:
             _, edited, counts = found
             if edited is not None:
                 for name, count in vars(counts).items():
-                    if count:
-                        setattr(report, name, getattr(report, name) + count)
+                    setattr(report, name, getattr(report, name) + count)
                 at = put_back(view, turn, edited, at)
 
     def stripped(self, turn: Turn, stamps: bool) -> tuple[Turn | None, Report]:
@@ -1290,7 +1288,6 @@ class Heard(NamedTuple):
     closing: str = ""
     calls: frozenset[str] = frozenset()  # their ids
     complete: bool = False  # the opening is all of it
-    shown: str = ""  # how it begins, for a person
 
 
 UNREAD = Heard()
@@ -1309,6 +1306,7 @@ class Record:
     tap: Tap | None = None  # what was relayed of an answer on its way
     place: int = 0  # where it ends, if its line begins with it
     form: int = 0  # a hash of all that is restored
+    shared: bool = False  # by several conversations
 
     def heard(self) -> Heard | None:
         tap = self.tap
@@ -1453,13 +1451,17 @@ class Replay:
             remember(self.names, trace.key(answer.opening, answer.calls), trace.conversation)
         same = record.form, None, answer
         with self.lines.lock:
-            others = [one for one in self.by_place.get(record.place, ()) if one != record.line]
-            known = [self.lines.values.get(line, (None,))[0] for line in others]
-            twice = same in [(one.form, one.tap, one.answer) for one in known if one]
-            if twice:
-                self.by_place[record.place] = others
-        if twice:
-            self.lines.put(record.line, None, 1 << 62)  # too long: forgotten
+            lines = self.by_place.get(record.place, [])
+            held = [self.lines.values.get(line, (None,))[0] for line in lines]
+            twins = [one for one in held if one and (one.form, one.tap, one.answer) == same]
+            if record not in twins or len(twins) == 1:
+                return
+            twin = next(one for one in twins if one is not record)
+            twin.shared = True
+            others = [line for line in lines if line not in (twin.line, record.line)]
+            self.by_place[record.place] = [*others, twin.line]
+            self.lines.get(twin.line)
+        self.lines.drop(record.line)
 
     def apply(
         self, view: View, history: History, lifted: Texts, report: Report, asker: Asker
@@ -1475,7 +1477,7 @@ class Replay:
             if stored.kept:
                 added += size_of(stored.kept) - size_of(unit.turns[unit.fixed() :])
         if known and added > asker.size + SLACK:
-            if asker.learn:
+            if asker.learn and not known.shared:
                 self.lines.drop(known.line)
             depth, known = 0, None
         trace = Trace(whose=whose, opening=history.opening)
@@ -1560,6 +1562,7 @@ class Replay:
         if units[-1].role == "assistant":  # the client has begun the answer
             units = units[:-1]
         goes_on = known and self.lines.get(known.line) is known and depth == len(known.units)
+        goes_on = goes_on and known and not known.shared
         line = known.line if known and goes_on else next(self.numbers)  # else it branches off
         record = trace.record = Record(trace.conversation, history.newest, line)
         form, place = hash((trace.conversation, history.newest)), places[len(units) - 1]
@@ -1974,8 +1977,7 @@ def event_of(line: str, at_end: bool) -> Json:
 def usage_of(windows: list[list[Json]]) -> Usage:
     found: Json = {}
     for event in chain(*windows):
-        parts = [event, members(event.get("response")), members(event.get("message"))]
-        for part in filter(None, parts):
+        for part in (event, members(event.get("response")), members(event.get("message"))):
             usage, timings = members(part.get("usage")), members(part.get("timings"))
             for numbers in (part, usage, *map(members, usage.values()), timings):
                 for key in filter(USAGE_KEYS.get, numbers):
@@ -2004,12 +2006,11 @@ WORD_TYPES = (None, "text", "text_delta", "output_text", "response.output_text.d
 
 def heard_answer(windows: list[list[Json]]) -> Heard:
     said = [list(answer_parts(events)) for events in windows]
-    texts = ["".join([text for text, _ in parts]) for parts in said]
-    spelled, calls = list(map(letters, texts)), {plain(call) for _, call in chain(*said)} - {""}
-    if not calls and not any(spelled):
+    texts = [letters("".join([text for text, _ in parts])) for parts in said]
+    calls = {plain(call) for _, call in chain(*said)} - {""}
+    if not calls and not any(texts):
         return UNREAD
-    shown = texts[0][:ANSWER_SHOWN]
-    return Heard(spelled[0], spelled[-1], frozenset(calls), len(texts) == 1, shown)
+    return Heard(texts[0], texts[-1], frozenset(calls), len(texts) == 1)
 
 
 def answer_parts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -2581,7 +2582,7 @@ def weights_of(
 HEAD_LIMIT = 65536  # bytes of a head, or of a line in a body
 HEADER_LIMIT = 100  # header lines, as in llama-server
 PIECE_BYTES = 65536  # bytes of a body at a time
-PIECE_SECONDS, PIECE_DELAY = 0.0003, 0.005  # a fast stream waits: for each client; at most
+PIECE_SECONDS, PIECE_DELAY = 90e-6, 0.005  # a fast stream waits: for each request; at most
 BODY_SECONDS = 60.0  # for each MB of a request's body, and at least
 SEND_SECONDS = 300.0  # an answer may stay unread
 KEEP_SECONDS = 120.0  # between the requests of a client
@@ -3058,7 +3059,7 @@ class Relay(BaseHTTPRequestHandler):
         if exchange.begun and exchange.stream and self.upstream.tls is None:
             if (early := self.due - monotonic()) > 0:
                 time.sleep(early)
-            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * len(self.server.open))
+            self.due = monotonic() + min(PIECE_DELAY, PIECE_SECONDS * self.proxy.running)
 
     def watch(self, events: int, seconds: float) -> int:
         """What happens on the server's socket, if there is one; 0: nothing in so many seconds.
@@ -3458,7 +3459,7 @@ def api_key() -> Texts:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-CROWD = 8  # connections
+CROWD = 16  # connections
 
 
 class Server(ThreadingHTTPServer):
@@ -3497,17 +3498,17 @@ class Server(ThreadingHTTPServer):
             return self.held <= self.most_held
 
     def place(self, relay: Relay) -> None:
-        """Have the threads of many connections share a core (Linux): one runs at a time, and to
-        hand the interpreter from core to core costs more than most of their work."""
-        crowd = len(self.open) > CROWD
-        self.core = self.core if crowd else None
-        with suppress(OSError):
-            if crowd and not self.core:
-                with open("/proc/thread-self/stat") as file:
-                    self.core = {int(file.read().rpartition(") ")[2].split()[36])}
-            if relay.core != self.core:
-                os.sched_setaffinity(0, self.core or self.cores)
-                relay.core = self.core
+        """Have many connections' threads share a core (Linux): to hand the interpreter to another
+        core costs more than most of their work."""
+        crowd, core = len(self.open) > CROWD, self.core
+        with suppress(Exception):
+            if crowd and not core:
+                with open("/proc/thread-self/stat", "rb") as file:
+                    core = {int(file.read().rpartition(b") ")[2].split()[36])}
+            core = self.core = core if crowd else None
+            if relay.core != core:
+                os.sched_setaffinity(0, core or self.cores)
+                relay.core = core
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -3724,17 +3725,16 @@ class Proxy:
             self.explain(exchange)
         elif exchange.status == 503:  # llama-server: loading its model
             self.backend.lost_at = exchange.ended
-        heard = heard_answer(events) if answered else None
-        if heard:
+        if answered:
             exchange.usage = usage_of(events)
-            exchange.answer = heard.shown
+            exchange.answer = "".join([one for one, _ in answer_parts(events[:1])])[:ANSWER_SHOWN]
         else:
             exchange.error = error_text(error, exchange.request)
             exchange.verdict = exchange.case = None
         full = exchange.status in (200, 400) and CONTEXT_FULL.search(error)
         exchange.error += CONTEXT_ADVICE * bool(full)
         if record := trace.record:
-            self.replay.settle(trace, record, heard)
+            self.replay.settle(trace, record, heard_answer(events) if answered else None)
             if full:
                 self.replay.lines.drop(record.line)
         if exchange.verdict and view:
@@ -3971,8 +3971,6 @@ class Metrics:
             self.kept -= oldest.size()
             oldest.received = oldest.forwarded = None
 
-
-# --- files ---
 
 # Their values are not written down.
 SECRET_NAME = re.compile(
@@ -4247,8 +4245,7 @@ class Warmup:
 
     def follow(self, exchange: Exchange, view: View, path: str) -> None:
         """See whether a request begins with what was read ahead, and have its answer kept."""
-        client = client_of(exchange) if self.wrong or self.mode == "1" else ""
-        tap, talk = exchange.tap, self.talk
+        client, tap, talk = client_of(exchange), exchange.tap, self.talk
         if self.mode == "1" and client not in self.wrong:
             remember(self.wrong, client, 0, 256)
         wrong = self.wrong.get(client, 2)
@@ -4376,16 +4373,17 @@ addEventListener("click", async ({ target }) => {
   await navigator.clipboard.writeText(code.textContent);
   getSelection().empty();
   target.textContent = "copied";
-  target.blur();
 });
 const main = document.querySelector("main");
 if (document.getElementById("state")) setInterval(async () => {
-  const used = String(getSelection()) || main.contains(document.activeElement);
-  if (document.hidden || used) return;
+  if (document.hidden || String(getSelection())) return;
+  const focus = document.activeElement.parentElement?.outerHTML;
   const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
   const news = answer.split(/<.?main>/)[1]
     || '<p id="state" class="state bad">kvproxy does not answer</p>';
   if (news !== main.shown) main.innerHTML = main.shown = news;
+  const again = [...main.querySelectorAll("p")].find((one) => one.outerHTML === focus);
+  again?.querySelector("a, button").focus({ preventScroll: true });
 }, 3000);
 </script>
 """
@@ -4586,7 +4584,6 @@ class Pages:
         facts = {
             "tokens reused": f"{counts['prompt_tokens_total', REUSED]:,}",
             "tokens read": f"{counts['prompt_tokens_total', READ_ANEW]:,}",
-            "tokens read in idle time": f"{counts['idle_tokens_total', '']:,}",
             "time saved, about": duration(saved) if saved else "",
             "server": f"{backend.name()} {described(backend.known)}",
             "warm-up": warmup.state if warmup.enabled else "",
