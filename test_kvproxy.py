@@ -5247,8 +5247,9 @@ def test_replay_one_place_is_bounded(chat: RpClient) -> None:
     assert chat.send(turns) == chat.came(turns)
 
 
-def test_replay_keeps_equal_requests_once(chat: RpClient) -> None:
+def test_replay_keeps_equal_requests_once(chat: RpClient, monkeypatch: Patch) -> None:
     """What is asked again and again, and answered alike, crowds nobody out."""
+    monkeypatch.setattr(kvproxy, "SAME_PLACE", 4)
     first = chat.send([("user", rp_block("Ann") + "hi")], "I am Ann.")
     for _ in range(kvproxy.SAME_PLACE + 6):
         again = chat.send([("user", rp_block("Bob") + "hi")], "I am Bob.")
@@ -5293,12 +5294,13 @@ def test_replay_of_equal_chats_both_are_doubt(chat: RpClient) -> None:
     assert chat.send(turns) == chat.came(turns)
 
 
-def test_replay_what_was_asked_again_is_new(chat: RpClient) -> None:
+def test_replay_what_was_asked_again_is_new(chat: RpClient, monkeypatch: Patch) -> None:
     """It is not the oldest at its place, because it was asked there first."""
+    monkeypatch.setattr(kvproxy, "SAME_PLACE", 8)
     asked: list[Turn] = [("user", rp_block("Ann") + "hi")]
     begun = chat.send(asked, RP_LONG)
-    for number in range(kvproxy.SAME_PLACE + 8):
-        if number == kvproxy.SAME_PLACE - 10:
+    for number in range(11):
+        if number == 4:
             chat.send(asked, RP_LONG)
         chat.send([("user", rp_block(f"{number}") + "hi")], f"I am {number}.")
     chat.extends(begun, [("user", "hi"), ("assistant", RP_LONG), ("user", "go")])
