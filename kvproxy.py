@@ -1454,9 +1454,10 @@ class Replay:
             lines = self.by_place.get(record.place, [])
             held = [self.lines.values.get(line, (None,))[0] for line in lines]
             twins = [one for one in held if one and (one.form, one.tap, one.answer) == same]
-            if record not in twins or len(twins) == 1:
+            if record not in twins or len(twins) < 2:
                 return
-            twin = next(one for one in twins if one is not record)
+            twins.remove(record)
+            twin = twins[0]
             twin.shared = True
             others = [line for line in lines if line not in (twin.line, record.line)]
             self.by_place[record.place] = [*others, twin.line]
@@ -3197,7 +3198,7 @@ class Relay(BaseHTTPRequestHandler):
         upstream, self.kept = self.kept, None
         if upstream is not None and (
             exchange.passes or not upstream.sock.read_ahead() or upstream.sock.ahead
-        ):  # it ended, or nobody asked for what came
+        ):  # it ended, or unasked bytes came
             upstream.close()
             upstream = None
         reused = upstream is not None
@@ -3498,10 +3499,10 @@ class Server(ThreadingHTTPServer):
             return self.held <= self.most_held
 
     def place(self, relay: Relay) -> None:
-        """Have many connections' threads share a core (Linux): to hand the interpreter to another
+        """Let many connections' threads share a core (Linux): to hand the interpreter to another
         core costs more than most of their work."""
         crowd, core = len(self.open) > CROWD, self.core
-        with suppress(Exception):
+        with suppress(Exception):  # else anywhere
             if crowd and not core:
                 with open("/proc/thread-self/stat", "rb") as file:
                     core = {int(file.read().rpartition(b") ")[2].split()[36])}
@@ -4377,10 +4378,10 @@ addEventListener("click", async ({ target }) => {
 const main = document.querySelector("main");
 if (document.getElementById("state")) setInterval(async () => {
   if (document.hidden || String(getSelection())) return;
-  const focus = document.activeElement.parentElement?.outerHTML;
   const answer = await fetch("/kvproxy").then((one) => one.text()).catch(String);
   const news = answer.split(/<.?main>/)[1]
     || '<p id="state" class="state bad">kvproxy does not answer</p>';
+  const focus = document.activeElement.parentElement?.outerHTML;
   if (news !== main.shown) main.innerHTML = main.shown = news;
   const again = [...main.querySelectorAll("p")].find((one) => one.outerHTML === focus);
   again?.querySelector("a, button").focus({ preventScroll: true });

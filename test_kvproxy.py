@@ -11135,6 +11135,26 @@ def test_server_many_connections_share_a_core(rig: MakeRig) -> None:
     wait_for(lambda: cores() == [everywhere] * kvproxy.CROWD, "the threads to go anywhere")
 
 
+@pytest.mark.parametrize("fault", [PermissionError, AttributeError])
+def test_server_threads_that_cannot_be_placed_serve(
+    rig: MakeRig, monkeypatch: Patch, fault: type[Exception]
+) -> None:
+    """It is not allowed, or not there: all connections are served nevertheless."""
+    asked = list[int]()
+
+    def refuse(process: int, _: object) -> None:
+        asked.append(process)
+        raise fault
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    made = rig()
+    peers = [made.connect() for _ in range(kvproxy.CROWD + 4)]
+    for peer in peers:
+        peer.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.response("GET").status == 200
+    assert asked or not os.path.exists("/proc/thread-self/stat")
+
+
 def test_server_no_thread_for_a_connection(rig: MakeRig, monkeypatch: Patch) -> None:
     made = rig()
 
